@@ -45,15 +45,21 @@ def row_plan(call: Call, rows: Tensor) -> RowPlan:
     seq = torch.searchsorted(cu, rows, right=True) - 1
     q_len = cu[1:] - cu[:-1]
     pos = kv_len[seq] - q_len[seq] + rows - cu[seq]
-    lo, hi = torch.zeros_like(pos), kv_len[seq].clone()
-    left, right = call.window_size
-    if call.causal:
+    lo, hi = visible(pos, kv_len[seq], causal=call.causal, window=call.window_size)
+    return RowPlan(row=rows, seq=seq, pos=pos, lo=lo, hi=hi)
+
+
+def visible(pos: Tensor, kv_len: Tensor, *, causal: bool, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The keys [lo, hi) that queries at `pos` see in sequences of `kv_len` keys; int64 of the same shape, hi >= lo >= 0."""
+    lo, hi = torch.zeros_like(pos), kv_len.clone()
+    left, right = window
+    if causal:
         hi = torch.minimum(hi, pos + 1)
     if right >= 0:
         hi = torch.minimum(hi, pos + right + 1)
     if left >= 0:
         lo = torch.maximum(lo, pos - left)
-    return RowPlan(row=rows, seq=seq, pos=pos, lo=lo, hi=torch.maximum(hi, lo))
+    return lo, torch.maximum(hi, lo)
 
 
 def tokens(call: Call, cache: Tensor, seq: int, start: int, stop: int) -> Tensor:

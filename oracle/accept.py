@@ -1,0 +1,208 @@
+"""`oracle accept`: may this kernel ship?  From names to a verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import oracle
+from oracle.cases import Case, read_cases
+from oracle.contract import OPTIONAL, REQUIRED, Call, Record
+from oracle.coverage import Exercised, coverage
+from oracle.doors import decide
+from oracle.errors import InputError
+from oracle.families import FAMILIES
+from oracle.isolation.locate import KernelNotFound, locate
+from oracle.isolation.outcome import Description, Failure, FailureKind
+from oracle.isolation.process import KernelProcess
+from oracle.kernels.table import KERNELS
+from oracle.references.arithmetic import Arithmetic
+from oracle.references.dense import dense_fp32
+from oracle.references.emulator import emulate
+from oracle.scope import Scope
+from oracle.suite import FACTORS, Suite, build
+from oracle.trial import ENOUGH, Prepared, Seen, Trial, prepared_ahead
+from oracle.verdict import Finding, Verdict
+
+EMULATOR = "emulator (textbook)"
+MEMORY_LIMIT = 8 << 30
+USAGE = {FailureKind.NOT_FOUND, FailureKind.IMPORT_ERROR, FailureKind.BAD_DECLARATION, FailureKind.UNAVAILABLE}
+
+Progress = Callable[[int, int, str], None]  # cases done, cases in all, what is being judged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user asked for."""
+
+    candidate: str
+    against: str = ""
+    families: tuple[str, ...] = ()
+    doors: tuple[str, ...] = ("bits", "accuracy")
+    cases: Path | None = None
+    device: str = "cpu"
+    profile: str = ""  # "" = quick for kernels that declare themselves interpreted, else default
+    seed: int | None = None  # None = a hash of the candidate's source and the suite's version
+    within_fp32: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """A kernel in its process, with what it declared."""
+
+    name: str
+    process: KernelProcess
+    description: Description
+    record: Record
+    scope: Scope
+
+
+def open_kernel(name: str, device: str) -> Candidate:
+    """The kernel called `name`, loaded in a process of its own.  Raises InputError where it cannot be."""
+    try:
+        target = locate(name, {key: row.target for key, row in KERNELS.items()})
+    except KernelNotFound as problem:
+        raise InputError(str(problem)) from None
+    process = KernelProcess(target, device=device, memory_limit_bytes=MEMORY_LIMIT, threads=max(1, (os.cpu_count() or 2) - 1))
+    description = process.describe()
+    if isinstance(description, Failure):
+        process.close()
+        if description.kind in USAGE:
+            raise InputError(description.text)
+        raise InputError(f"{name}: cannot be loaded: {description.text}")
+    if description.has_var_keyword and description.record is None:
+        process.close()
+        raise InputError(f"{name}: takes **kwargs and has no record, so nothing says what it can do; name its keyword arguments")
+    if absent := [p for p in REQUIRED if not description.takes(p)]:
+        process.close()
+        raise InputError(f"{name}: the contract's {absent[0]} is not among its keyword arguments; `oracle kernels` shows the contract")
+    record = description.record or Record()
+    named = frozenset(OPTIONAL if description.has_var_keyword else description.parameters)
+    return Candidate(name=name, process=process, description=description, record=record,
+                     scope=Scope(record=record, parameters=named))  # fmt: skip
+
+
+def default_seed(source_sha256: str | None) -> int:
+    """A seed that a kernel's author cannot tune for: it changes with every change of the source, and with the suite."""
+    text = f"{source_sha256}/{oracle.__version__}/{sorted(FACTORS)}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def plan(asked: Asked, candidate: Candidate) -> Suite:
+    """The suite that would be run.  Raises InputError for an unknown family, or where no case fits the kernel."""
+    for name in asked.families:
+        if name not in FAMILIES:
+            raise InputError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+    seed = default_seed(candidate.description.source_sha256) if asked.seed is None else asked.seed
+    profile = asked.profile or ("quick" if candidate.record.interpreted else "default")
+    suite = build(candidate.scope, profile=profile, seed=seed, families=asked.families)
+    if asked.cases is not None:
+        suite = _with_cases(suite, candidate, read_cases(asked.cases))
+    if not suite.cases:
+        reasons = ", ".join(sorted({reason for _, reason in suite.skipped}))
+        raise InputError(f"{candidate.name}: no case fits it ({reasons}); widen its record or choose another --family")
+    return suite
+
+
+def _with_cases(suite: Suite, candidate: Candidate, cases: Sequence[Case]) -> Suite:
+    """The user's cases first, then the suite."""
+    refused = [(c, reason) for c in cases if (reason := candidate.scope.refuses(c)) is not None]
+    taken = [c for c in cases if candidate.scope.refuses(c) is None]
+    return Suite(profile=suite.profile, seed=suite.seed, families=suite.families, cases=(*taken, *suite.cases),
+                 skipped=(*suite.skipped, *refused))  # fmt: skip
+
+
+def accept(asked: Asked, progress: Progress = lambda done, total, what: None) -> Verdict:
+    """The verdict on `asked.candidate`.  Raises InputError for wrong usage; a kernel that misbehaves is a verdict."""
+    candidate = open_kernel(asked.candidate, asked.device)
+    other = None
+    try:
+        suite = plan(asked, candidate)
+        if asked.against:
+            other = open_kernel(asked.against, asked.device)
+            suite = _both(suite, other)
+        seen, extra, stopped = _run(asked, candidate, other, suite, progress)
+    finally:
+        candidate.process.close()
+        if other is not None:
+            other.process.close()
+    has_lse = "return_lse" in candidate.scope.parameters
+    ran = [Exercised(case=s.case, fills=s.fills, has_lse=has_lse) for s in seen]
+    verdict = decide(
+        candidate=asked.candidate, incumbent=asked.against or EMULATOR, named=bool(asked.against), record=candidate.record, seen=seen,
+        extra=extra, coverage=coverage(candidate.scope, suite, ran), doors=asked.doors, seed=suite.seed,
+        within_fp32=asked.within_fp32, incumbent_precision=other.record.precision if other else None,
+        notes=[f"stopped after {ENOUGH} cases with findings: {stopped} cases were not run"] if stopped else [],
+        environment=environment(asked, candidate, suite),
+    )  # fmt: skip
+    return verdict
+
+
+def _both(suite: Suite, other: Candidate) -> Suite:
+    """Only cases that the incumbent can take as well: what it cannot is counted as skipped."""
+    refused = [(c, f"incumbent: {reason}") for c in suite.cases if (reason := other.scope.refuses(c)) is not None]
+    kept = tuple(c for c in suite.cases if other.scope.refuses(c) is None)
+    if not kept:
+        raise InputError(f"{other.name}: takes none of the candidate's cases ({refused[0][1]}); choose another incumbent")
+    return Suite(profile=suite.profile, seed=suite.seed, families=suite.families, cases=kept, skipped=(*suite.skipped, *refused))
+
+
+def textbook(prepared: Prepared) -> tuple[Tensor, Tensor | None]:
+    """Rows of the default incumbent: the emulator with the default arithmetic."""
+    return emulate(prepared.laid.call, Arithmetic(), prepared.truth.rows)
+
+
+def _fp32(call: Call) -> Tensor:
+    return dense_fp32(call)[0]
+
+
+def _run(
+    asked: Asked, candidate: Candidate, other: Candidate | None, suite: Suite, progress: Progress
+) -> tuple[list[Seen], list[Finding], int]:
+    """(what each case showed, findings over all of them, cases not run)."""
+    trial = Trial(
+        candidate.process, candidate.record, quick=suite.profile == "quick",
+        incumbent=None if other else textbook, other=other.process if other else None,
+        fp32=_fp32 if asked.within_fp32 is not None else None,
+    )  # fmt: skip
+    seen: list[Seen] = []
+    total = len(suite.cases)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for prepared in prepared_ahead(suite.cases, candidate.record):
+            progress(len(seen), total, prepared.case.name)
+            seen.append(trial.run(prepared))
+            if sum(1 for s in seen if s.findings) >= ENOUGH:
+                return seen, [], total - len(seen)
+        progress(total, total, "the first cases once more")
+        return seen, trial.return_to_first(), 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+def environment(asked: Asked, candidate: Candidate, suite: Suite) -> dict[str, object]:
+    """Everything that the verdict depends on besides the kernel's source."""
+    return {
+        "oracle": oracle.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": asked.device,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": max(1, (os.cpu_count() or 2) - 1),
+        "profile": suite.profile,
+        "seed": suite.seed,
+        "suite_sha256": suite.digest(),
+        "source_sha256": candidate.description.source_sha256,
+        "record": asdict(candidate.record),
+        "command": " ".join(["oracle", *sys.argv[1:]]),
+    }
+

@@ -1,0 +1,136 @@
+"""Coverage: what a suite exercised of what must be exercised, as counts.  Too little is no acceptance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from oracle.cases import Case
+from oracle.families import FAMILIES
+from oracle.inputs import INPUT_CLASSES
+from oracle.pool import Fill
+from oracle.rows import sample_rows
+from oracle.scope import Scope
+from oracle.suite import ELEMENTS, FACTORS, Suite
+from oracle.verdict import Coverage
+
+OPTIONS: dict[str, Callable[[Case], bool]] = {
+    "not causal": lambda c: not c.family.causal,
+    "window": lambda c: c.family.window != (-1, -1),
+    "softcap": lambda c: c.family.softcap > 0,
+    "sinks": lambda c: c.sinks != "none",
+    "scales": lambda c: c.scales != "none",
+    "num_seqs": lambda c: c.padded_seqs > 0,
+    "out given": lambda c: c.give_out,
+    "8-bit cache": lambda c: bool(c.cache_dtype),
+    "uneven head dims": lambda c: c.family.head_dim != c.family.head_dim_v,
+}
+UNSEEN_WITHOUT_LSE = (
+    "without an LSE: faults of keys, masks and scales a hundred times smaller than the output shows, and wrong LSEs, go unseen"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exercised:
+    """One case as it was run."""
+
+    case: Case
+    fills: tuple[Fill, ...]
+    has_lse: bool
+
+
+def planned(suite: Suite, has_lse: bool) -> list[Exercised]:
+    """The cases as they would be run."""
+    return [Exercised(case=c, fills=tuple(Fill), has_lse=has_lse) for c in suite.cases]
+
+
+def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
+    """What `ran` covered of what a kernel of this scope must be judged on."""
+    cases = [r.case for r in ran]
+    counts: dict[str, int] = {}
+    missing: list[str] = []
+
+    def need(label: str, count: int, at_least: int = 1) -> None:
+        counts[label] = count
+        if count < at_least:
+            missing.append(label if at_least == 1 else f"{label}: {count} of {at_least}")
+
+    families = Counter(c.family.name for c in cases)
+    for name in suite.families or [f for f in FAMILIES if _able(scope, name=f)]:
+        need(f"family {name}", families[name])
+    where: dict[str, set[str]] = {}
+    for c in cases:
+        where.setdefault(c.inputs, set()).add(c.family.name)
+    for inputs in INPUT_CLASSES:
+        need(f"inputs {inputs} (families)", len(where.get(inputs, ())), 1 if suite.families else 2)
+    _options(scope, suite, cases, need)
+    values = _pairs(scope, suite, cases)
+    counts["value pairs of the parameter table"] = values
+    need("sequences without queries", sum(1 for c in cases for q in c.q_lens if q == 0))
+    need("sequences without keys", sum(1 for c in cases for k in c.kv_lens if k == 0))
+    need("decode rows beside prefill rows", sum(1 for c in cases if 1 in c.q_lens and max(c.q_lens, default=0) > 8))
+    if not suite.families:
+        need("cases beyond 4,096 keys", sum(1 for c in cases if max(c.kv_lens, default=0) > 4096))
+        need("cases beyond 32,768 keys", sum(1 for c in cases if max(c.kv_lens, default=0) > 32768))
+        need("captured inputs", sum(1 for c in cases if c.captured))
+    for fill in Fill:
+        if fill.finite or not scope.record.finite_tails:
+            need(f"fill {fill}", sum(1 for r in ran if fill in r.fills))
+    judged = [len(sample_rows(c, c.rows or 40)) for c in cases]
+    elements = sum(n * c.family.q_heads * c.family.head_dim_v for n, c in zip(judged, cases, strict=True))
+    if elements < ELEMENTS and not suite.families:
+        missing.append(f"judged elements: {elements:,} of {ELEMENTS:,}")
+    unseen: tuple[str, ...] = () if all(r.has_lse for r in ran) else (UNSEEN_WITHOUT_LSE,)
+    if scope.record.finite_tails:
+        unseen += ("NaN and inf fills are skipped: the record asks for finite values past the plan",)
+    return Coverage(
+        cases=len(cases), elements=elements, rows=sum(judged), counts=counts, missing=tuple(missing),
+        skipped=dict(Counter(reason for _, reason in suite.skipped)), unseen=unseen,
+    )  # fmt: skip
+
+
+def _able(scope: Scope, name: str) -> bool:
+    f = FAMILIES[name]
+    case = Case(name=name, family=f, dtype=scope.record.dtypes[0], q_lens=(1,), kv_lens=(1,), page_size=scope.record.page_sizes[0],
+                sinks="small" if f.sinks else "none")  # fmt: skip
+    return scope.refuses(case) is None
+
+
+def _options(scope: Scope, suite: Suite, cases: Sequence[Case], need: Callable[[str, int], None]) -> None:
+    """Every option that the kernel takes, and every pair of them that one call can have."""
+    takes = {
+        "not causal": "causal" in scope.parameters,
+        "window": "window_size" in scope.parameters,
+        "softcap": "softcap" in scope.parameters,
+        "sinks": "sinks" in scope.parameters,
+        "scales": {"q_scale", "k_scale", "v_scale"} <= scope.parameters,
+        "num_seqs": "num_seqs" in scope.parameters,
+        "out given": "out" in scope.parameters,
+        "8-bit cache": "e4m3" in scope.cache_dtypes,
+        "uneven head dims": bool(scope.record.uneven_head_dims),
+    }
+    if suite.families:  # a family fixes its mask, softcap and head dims
+        takes = {name: taken and name in ("scales", "num_seqs", "out given", "8-bit cache") for name, taken in takes.items()}
+    able = [name for name, taken in takes.items() if taken]
+    for name in able:
+        need(f"option {name}", sum(1 for c in cases if OPTIONS[name](c)))
+    for one, two in combinations(able, 2):
+        need(f"options {one} + {two}", sum(1 for c in cases if OPTIONS[one](c) and OPTIONS[two](c)))
+
+
+def _pairs(scope: Scope, suite: Suite, cases: Sequence[Case]) -> int:
+    """Distinct pairs of values of two factors that the cases of the covering array hold."""
+    rows = [_values(c) for c in cases if "pair-" in c.name]
+    return len({(a, row[a], b, row[b]) for row in rows for a, b in combinations(sorted(FACTORS), 2)})
+
+
+def _values(c: Case) -> dict[str, object]:
+    f = c.family
+    return {
+        "dtype": c.cache_dtype or c.dtype, "dims": (f.head_dim, f.head_dim_v), "group": f.group, "kv_heads": f.kv_heads,
+        "page_size": c.page_size, "mask": (f.causal, f.window), "softcap": f.softcap, "sinks": c.sinks, "scales": c.scales,
+        "scale": "1/sqrt(d)" if f.scale == f.head_dim**-0.5 else str(f.scale), "geometry": len(c.q_lens), "layout": c.layout,
+        "padded_seqs": c.padded_seqs, "give_out": c.give_out,
+    }  # fmt: skip

@@ -1,0 +1,256 @@
+"""Input classes: what q, k and v look like.
+
+A class aims at a standard deviation of the logits, whatever the family's scale, so that a class called flat is flat in every
+family.  Each function fills packed q (total_q, q_heads, d), k and v (total_k, kv_heads, d or d_v), float32, before rounding
+to the case's format and before dequantisation scales are taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oracle.cases import Case
+from oracle.streams import Stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visible:
+    """For each live query row, its keys as a range of the packed keys.  All (total_q,) int64."""
+
+    lo: Tensor
+    hi: Tensor
+
+
+@dataclass(slots=True)
+class Draw:
+    """What a class works with: the case's shapes, its random stream and the keys each row sees."""
+
+    case: Case
+    visible: Visible
+    stream: Stream
+
+    def q(self) -> Tensor:
+        f = self.case.family
+        return self.stream.normal(self.case.total_q, f.q_heads, f.head_dim)
+
+    def k(self) -> Tensor:
+        f = self.case.family
+        return self.stream.normal(self.case.total_k, f.kv_heads, f.head_dim)
+
+    def v(self) -> Tensor:
+        f = self.case.family
+        return self.stream.normal(self.case.total_k, f.kv_heads, f.head_dim_v)
+
+    def size(self, deviation: float) -> float:
+        """What to multiply unit-variance q and k by, each, for logits of this standard deviation."""
+        f = self.case.family
+        return float((deviation / (abs(f.scale) * f.head_dim**0.5)) ** 0.5)
+
+    def index_in_sequence(self) -> Tensor:
+        """Position of each packed key in its sequence, (total_k,) int64."""
+        return torch.cat([torch.arange(n) for n in self.case.kv_lens]) if self.case.kv_lens else torch.zeros(0, dtype=torch.int64)
+
+    def per_query_head(self, k: Tensor) -> Tensor:
+        """k with its heads repeated for the query heads of their group."""
+        return k.repeat_interleave(self.case.family.group, 1)
+
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def _plain(deviation: float, v_size: float = 1.0) -> Callable[[Draw], QKV]:
+    def fill(draw: Draw) -> QKV:
+        a = draw.size(deviation)
+        return draw.q() * a, draw.k() * a, draw.v() * v_size
+
+    return fill
+
+
+def _outliers(draw: Draw) -> QKV:
+    """N(0, 1) + N(0, 100) with probability 1/1000: FlashAttention-3, Table 3."""
+
+    def spiked(x: Tensor) -> Tensor:
+        return x + 10.0 * draw.stream.normal(*x.shape) * (draw.stream.uniform(*x.shape) < 0.001)
+
+    a = draw.size(1.0)
+    return spiked(draw.q()) * a, spiked(draw.k()) * a, spiked(draw.v())
+
+
+def _channel_outliers(draw: Draw) -> QKV:
+    """A few channels of k carry a large constant, as in trained models; smoothing k takes it off."""
+    a, k = draw.size(1.0), draw.k()
+    k[..., :: max(1, k.shape[-1] // 4)] += 12.0
+    return draw.q() * a, k * a, draw.v()
+
+
+def _towards(draw: Draw, share: float, logit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k of unit size, and packed indices of the key that each query is pulled to with the given logit (share of rows)."""
+    q, k = draw.q(), draw.k()
+    lo, hi = draw.visible.lo, draw.visible.hi
+    rows, heads = q.shape[:2]
+    pick = draw.stream.uniform(rows, heads)
+    # consecutive rows and heads sweep the keys, so that every page of a long table is read by some row
+    sweep = (torch.arange(rows)[:, None] * heads + torch.arange(heads)[None, :]) * 0.6180339887498949
+    at = lo[:, None] + (((pick * 0.1 + sweep) % 1.0) * (hi - lo)[:, None]).long().clamp(min=0)
+    at = at.clamp(max=max(0, k.shape[0] - 1))
+    if k.shape[0] == 0:
+        return q, k, at
+    kv_head = torch.arange(heads) // draw.case.family.group
+    target = k[at, kv_head]
+    pulled = (draw.stream.uniform(rows, heads) < share) & (hi > lo)[:, None]
+    scale = draw.case.family.scale
+    norm2 = target.double().square().sum(-1, keepdim=True)
+    q = torch.where(pulled[..., None], (target.double() * (logit / (scale * norm2))).float(), q * draw.size(1.0) ** 2)
+    return q, k, at
+
+
+def _one_hot(draw: Draw) -> QKV:
+    """Half the rows point at one key of theirs with a logit of 40, the others are random."""
+    q, k, _ = _towards(draw, 0.5, 40.0)
+    return q, k, draw.v()
+
+
+def _needle(draw: Draw) -> QKV:
+    """Every row points at one key with a logit of 90: the output is that key's v, so the rows read the whole page table."""
+    q, k, _ = _towards(draw, 1.0, 90.0)
+    return q, k, draw.v()
+
+
+def _constant_v(draw: Draw) -> QKV:
+    a = draw.size(1.0)
+    return draw.q() * a, draw.k() * a, torch.full_like(draw.v(), 0.7109375)
+
+
+def _ones_v(draw: Draw) -> QKV:
+    """V = 1: the output is 1, whatever the weights; numerator against denominator."""
+    a = draw.size(2.0)
+    return draw.q() * a, draw.k() * a, torch.ones_like(draw.v())
+
+
+def _offset_v(draw: Draw) -> QKV:
+    a = draw.size(1.0)
+    return draw.q() * a, draw.k() * a, 8.0 + 0.5 * draw.v()
+
+
+def _cancel_v(draw: Draw) -> QKV:
+    """Large values of alternating sign that cancel under nearly flat weights."""
+    a = draw.size(0.3)
+    sign = 1.0 - 2.0 * (draw.index_in_sequence() % 2).float()
+    return draw.q() * a, draw.k() * a, sign[:, None, None] * (16.0 + 0.25 * draw.v())
+
+
+def _positive_v(draw: Draw) -> QKV:
+    a = draw.size(1.0)
+    return draw.q() * a, draw.k() * a, draw.v().abs()
+
+
+def _first_token(draw: Draw) -> QKV:
+    """The first key takes most of the weight and carries almost nothing: an attention sink among the tokens."""
+    f = draw.case.family
+    a = draw.size(1.0)
+    q, k, v = draw.q() * a, draw.k() * a, draw.v()
+    u = _direction(draw, f.kv_heads, f.head_dim)
+    first = draw.index_in_sequence() == 0
+    c = (12.0 / abs(f.scale)) ** 0.5
+    q = q + c * draw.per_query_head(u[None])
+    k[first] = c * u * (1.0 if f.scale > 0 else -1.0)
+    v[first] *= 0.02
+    return q, k, v
+
+
+def _direction(draw: Draw, heads: int, dim: int) -> Tensor:
+    """A unit vector per head, float32 (heads, dim)."""
+    u = draw.stream.normal(heads, dim).double()
+    return (u / u.square().sum(-1, keepdim=True).sqrt()).float()
+
+
+def _shifted(logit: float) -> Callable[[Draw], QKV]:
+    """All logits of a row near `logit`, with a standard deviation of 1: the LSE leaves exp's range when it is not shifted."""
+
+    def fill(draw: Draw) -> QKV:
+        f = draw.case.family
+        a = draw.size(1.0)
+        u = _direction(draw, f.kv_heads, f.head_dim)
+        c = 0.5 / (abs(f.scale) * a)  # of q along u: the noise of k along u then moves the logits by 0.5
+        offset = logit / (f.scale * c)
+        return draw.q() * a + c * draw.per_query_head(u[None]), draw.k() * a + offset * u, draw.v()
+
+    return fill
+
+
+def _qk_norm(draw: Draw) -> QKV:
+    """q and k RMS-normed with gains, scale as the family has it: unscaled families get their native, nearly one-hot softmax."""
+    gain = 1.0 + 0.3 * draw.stream.normal(draw.case.family.head_dim)
+
+    def normed(x: Tensor) -> Tensor:
+        x = x.double()
+        return (x / x.square().mean(-1, keepdim=True).sqrt()).float() * gain
+
+    return normed(draw.q()), normed(draw.k() + 0.5 * draw.stream.normal(draw.case.family.head_dim)), draw.v()
+
+
+def _ties(draw: Draw) -> QKV:
+    """Only eight different keys: the roundings of P are coherent."""
+    f = draw.case.family
+    a = draw.size(1.0)
+    few = draw.stream.normal(8, f.kv_heads, f.head_dim)
+    return draw.q() * a, few[draw.index_in_sequence() % 8] * a, 2.0 + draw.v()
+
+
+def _probe_v(draw: Draw) -> QKV:
+    """Column c of v marks the c-th block of keys: the output reads out the weight of every block."""
+    a, v = draw.size(0.5), torch.zeros_like(draw.v())
+    lengths = torch.repeat_interleave(torch.tensor(draw.case.kv_lens, dtype=torch.int64), torch.tensor(draw.case.kv_lens))
+    column = draw.index_in_sequence() * v.shape[-1] // lengths.clamp(min=1)
+    v[torch.arange(v.shape[0]), :, column] = 1.0
+    return draw.q() * a, draw.k() * a, v
+
+
+def _tiny_v(draw: Draw) -> QKV:
+    """v so small that outputs are subnormal."""
+    a, v = draw.size(1.0), draw.v()
+    top = {"fp16": -16, "bf16": -124, "fp32": -124}[draw.case.dtype]
+    exponent = (draw.stream.integers(-10, 1, v.numel()) + top).reshape(v.shape)
+    return draw.q() * a, draw.k() * a, torch.from_numpy(np.ldexp(v.numpy(), exponent.numpy()))
+
+
+def _huge_logits(draw: Draw) -> QKV:
+    a = draw.size(1e36)
+    return draw.q() * a, draw.k() * a, draw.v()
+
+
+INPUT_CLASSES: dict[str, Callable[[Draw], QKV]] = {
+    "randn": _plain(1.0),
+    "flat": _plain(0.05),
+    "peaked": _plain(8.0),
+    "x10": _plain(100.0, 10.0),
+    "logits-3e3": _plain(3000.0),
+    "outliers": _outliers,
+    "k-channels": _channel_outliers,
+    "one-hot": _one_hot,
+    "needle": _needle,
+    "constant-v": _constant_v,
+    "ones-v": _ones_v,
+    "offset-v": _offset_v,
+    "positive-v": _positive_v,
+    "cancel-v": _cancel_v,
+    "probe-v": _probe_v,
+    "first-token": _first_token,
+    "shifted-down": _shifted(-150.0),
+    "shifted-up": _shifted(150.0),
+    "qk-norm": _qk_norm,
+    "ties": _ties,
+}
+
+# Judged only where the record promises what they need.
+PROMISED_CLASSES: dict[str, Callable[[Draw], QKV]] = {
+    "tiny-v": _tiny_v,  # no flush to zero
+    "logits-1e36": _huge_logits,  # |logit| beyond 2^20: subtract-first
+}
+
+LOGIT_LIMIT = 2.0**20  # live |logit| at most, by the contract, but for "logits-1e36"

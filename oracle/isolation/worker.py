@@ -1,0 +1,261 @@
+"""The kernel's process: loads one kernel, then answers one call after the other until its parent is gone.
+
+Run as `python -m oracle.isolation.worker CONFIG`, CONFIG a JSON object that `oracle.isolation.child` writes.  The kernel may do
+what it likes in here: everything that this process says is checked by the parent, and nothing that it says is evidence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracle.isolation.locate import KernelImportError, KernelNotFound, load
+from oracle.isolation.outcome import FailureKind
+from oracle.isolation.shared import Arena, TensorSpec, dtype_name, rebuild, spec_from_json
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_MAX_FILE = 1 << 30  # bytes: a kernel that prints without end must not fill the disk
+_MAX_TEXT = 3000  # characters of one text in a reply; JSON takes up to six bytes for each, and a reply has 64 KiB
+_POSITIONAL = ("q", "k_cache", "v_cache")
+
+Message = dict[str, Any]
+
+
+class Refusal(Exception):
+    """A failure that this module finds; its text is one line."""
+
+    def __init__(self, kind: FailureKind, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def main() -> None:
+    """Answers until the parent closes the pipe or dies."""
+    config: Message = json.loads(sys.argv[1])
+    arena_fd, request_fd, reply_fd = config["fds"]
+    _die_with(config["parent"])
+    _limit(config)
+    try:
+        kernel, module = load_kernel(config["target"], config["device"])
+        hello = describe(kernel, module)
+    except BaseException as e:
+        _send(reply_fd, {"id": 0, "failure": failure_message(e)})
+        return
+    _send(reply_fd, {"id": 0, "hello": hello})
+    arena = Arena(arena_fd)
+    with os.fdopen(request_fd, "rb") as requests:
+        for line in requests:
+            request: Message = json.loads(line)
+            try:
+                reply: Message = {"seconds": _answer(kernel, arena, config["device"], request)}
+            except BaseException as e:
+                reply = {"failure": failure_message(e)}
+            _send(reply_fd, {"id": request["id"]} | reply)
+
+
+def _die_with(parent: int) -> None:
+    """The kernel of the system ends this process with the thread that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _limit(config: Message) -> None:
+    """Memory, file size and threads are bounded; where memory runs out all the same, the system takes this process first."""
+    # Some containers mount /proc read-only; the limits below hold without it.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_FSIZE, _MAX_FILE)
+    # CUDA reserves address space for all memory of host and devices, far above any useful limit.
+    if config["device"] == "cpu":
+        with open("/proc/self/statm") as f:
+            size = int(f.read().split()[0]) * resource.getpagesize()
+        _lower(resource.RLIMIT_AS, size + config["memory_limit_bytes"])
+    torch.set_num_threads(config["threads"])
+    os.environ.pop("PYTHONPATH", None)
+    if config["python_path"] is not None:
+        os.environ["PYTHONPATH"] = config["python_path"]
+
+
+def _lower(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    if hard == resource.RLIM_INFINITY or hard > value:
+        resource.setrlimit(limit, (value, value))
+
+
+def load_kernel(target: str, device: str) -> tuple[Callable[..., object], ModuleType]:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal(FailureKind.UNAVAILABLE, "device cuda: torch finds none on this machine")
+    try:
+        return load(target)
+    except KernelNotFound as e:
+        raise Refusal(FailureKind.NOT_FOUND, str(e)) from None
+    except KernelImportError as e:
+        raise Refusal(FailureKind.IMPORT_ERROR, str(e)) from e.__cause__
+
+
+def describe(kernel: Callable[..., object], module: ModuleType) -> Message:
+    try:
+        parameters = list(inspect.signature(kernel).parameters.values())
+    except (TypeError, ValueError) as e:
+        raise Refusal(FailureKind.BAD_DECLARATION, f"its signature cannot be read: {e}") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < len(_POSITIONAL) and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        raise Refusal(
+            FailureKind.BAD_DECLARATION,
+            f"takes {len(positional)} positional arguments, expected {len(_POSITIONAL)}: {', '.join(_POSITIONAL)}",
+        )
+    named = [p for p in parameters if p not in positional[:3] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    doc, version = inspect.getdoc(kernel), getattr(module, "__version__", None)
+    return {
+        "parameters": [p.name for p in named],
+        "required": [p.name for p in named if p.default is p.empty],
+        "has_var_keyword": any(p.kind == p.VAR_KEYWORD for p in parameters),
+        "record": _record(kernel),
+        "source_sha256": _source_sha256(kernel, module),
+        "doc": (doc or "").partition("\n")[0][:_MAX_TEXT],
+        "version": None if version is None else str(version)[:_MAX_TEXT],
+    }
+
+
+def _record(kernel: Callable[..., object]) -> object:
+    record = getattr(kernel, "record", None)
+    if is_dataclass(record) and not isinstance(record, type):
+        record = asdict(record)
+    if record is not None and not isinstance(record, Mapping):
+        raise Refusal(FailureKind.BAD_DECLARATION, f"its record is of type {type(record).__name__}, expected a Record or a dict")
+    # What JSON does not know becomes a text that no field of a record accepts.
+    return None if record is None else json.loads(json.dumps({str(k): v for k, v in record.items()}, default=repr))
+
+
+def _source_sha256(kernel: Callable[..., object], module: ModuleType) -> str | None:
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(kernel))
+    except TypeError:  # an instance, a partial or compiled code
+        path = getattr(module, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        return None
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _answer(kernel: Callable[..., object], arena: Arena, device: str, request: Message) -> float:
+    """The kernel has been called once, its results and all that it wrote are in the arena.  Seconds that the call took."""
+    arena.nbytes = request["arena_nbytes"]
+    shared: dict[tuple[int, int], Tensor] = {}
+    storages: dict[tuple[int, int], Tensor] = {}
+
+    def argument(value: Any) -> object:
+        if not isinstance(value, dict):
+            return tuple(value) if isinstance(value, list) else value
+        spec = spec_from_json(value["tensor"])
+        key = spec.at, spec.nbytes
+        if key not in shared:
+            shared[key] = arena.span(*key)
+            storages[key] = shared[key].to(device)
+        return rebuild(storages[key], spec)
+
+    positional = [argument(value) for value in request["positional"]]
+    keywords = {name: argument(value) for name, value in request["keywords"].items()}
+    _synchronize(device)
+    start = time.perf_counter()
+    result = kernel(*positional, **keywords)
+    _synchronize(device)
+    seconds = time.perf_counter() - start
+    for name, tensor in results(result, request).items():
+        spec = spec_from_json(request["results"][name])
+        check_result(name, tensor, spec, device)
+        rebuild(arena.span(spec.at, spec.nbytes), spec).copy_(tensor.detach())
+    for key, storage in storages.items():
+        if storage is not shared[key]:
+            shared[key].copy_(storage)
+    return seconds
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def results(result: object, request: Message) -> dict[str, Any]:
+    """What is to be sent back, by name; `out` is absent where the kernel was given one."""
+    if not request["want_lse"]:
+        return {"out": result} if "out" in request["results"] else {}
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise Refusal(FailureKind.WRONG_RESULT, f"return_lse=True returned {_kind(result)}, expected (out, lse)")
+    return {name: value for name, value in zip(("out", "lse"), result, strict=True) if name in request["results"]}
+
+
+def check_result(name: str, value: object, spec: TensorSpec, device: str) -> None:
+    expected = f"a {spec.dtype} tensor of shape {tuple(spec.shape)} on {device}"
+    if not isinstance(value, Tensor):
+        raise Refusal(FailureKind.WRONG_RESULT, f"{name}: returned {_kind(value)}, expected {expected}")
+    got = f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device.type}"
+    if got != expected:
+        raise Refusal(FailureKind.WRONG_RESULT, f"{name}: returned {got}, expected {expected}")
+
+
+def _kind(value: object) -> str:
+    items = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a value of type {type(value).__name__}{items}"
+
+
+def failure_message(error: BaseException) -> Message:
+    if isinstance(error, Refusal):
+        cause = error.__cause__
+        return {"kind": error.kind, "text": str(error)[:_MAX_TEXT], "traceback": _traceback(cause) if cause else ""}
+    # The tensors of the frames go first: there may be no memory left to write the text in.
+    traceback.clear_frames(error.__traceback__)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    kind = FailureKind.OUT_OF_MEMORY if _is_out_of_memory(error, text) else FailureKind.EXCEPTION
+    return {"kind": kind, "text": f"raised {text}"[:_MAX_TEXT], "traceback": _traceback(error)}
+
+
+def _traceback(error: BaseException) -> str:
+    """Without the frame of this module."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    return "".join(traceback.format_exception(type(error), error, below))[-_MAX_TEXT:]
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch's CPU allocator and C++ raise RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(s in text for s in ("can't allocate memory", "std::bad_alloc"))
+    )
+
+
+def _send(fd: int, message: Message) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as e:
+        # The kernel closed the pipe, or the parent is gone: nobody is left to tell.
+        try:
+            print(f"no reply: {e}", file=sys.stderr)
+        finally:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Mutants: kernels that are wrong on purpose."""

@@ -1,0 +1,295 @@
+"""The suite: which cases a kernel is judged on.
+
+A pairwise covering array over the parameter table, every family and input class, long contexts, captures, and repeated
+shapes.  A fault that slips through names the value or the pair that is missing: add it to FACTORS, it is a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covertable import make
+
+from oracle.cases import LAYOUTS, SCALES, SINKS, Case, case_seed
+from oracle.families import FAMILIES, Family
+from oracle.geometry import GEOMETRIES, lengths
+from oracle.inputs import INPUT_CLASSES, PROMISED_CLASSES
+from oracle.rows import rows_needed, sample_rows
+from oracle.scope import Scope
+
+MASKS: dict[str, tuple[bool, tuple[int, int]]] = {  # causal, window
+    "causal": (True, (-1, -1)),
+    "full": (False, (-1, -1)),
+    "window-1": (True, (0, 0)),
+    "window-21": (True, (20, 0)),
+    "window-64": (True, (63, 0)),
+    "window-128": (True, (127, 0)),
+    "window-1001": (True, (1000, 0)),
+    "two-sided": (False, (30, 10)),
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "dtype": ("bf16", "fp16", "fp32", "e4m3"),
+    "dims": ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (512, 512), (192, 128), (128, 64), (64, 128), (40, 40), (576, 512)),
+    "group": (1, 2, 4, 5, 6, 7, 8, 12, 16),
+    "kv_heads": (1, 2, 3, 4, 8),
+    "page_size": (1, 8, 16, 32, 64, 128, 256),
+    "mask": tuple(MASKS),
+    "softcap": (0.0, 30.0),
+    "sinks": SINKS,
+    "scales": SCALES,
+    "scale": ("1/sqrt(d)", "1", "0.07"),
+    "geometry": tuple(GEOMETRIES),
+    "layout": LAYOUTS,
+    "padded_seqs": (0, 3),
+    "give_out": (True, False),
+}
+ELEMENTS = 5_000_000  # judged output elements at least
+SHARE, CONFIDENCE = 0.01, 0.99  # each case meets a fault on this share of (row, head) pairs with this probability
+PROFILES = ("default", "quick", "deep")
+CAPTURES = {  # shipped captures: file -> (family, tokens)
+    "smollm2-layer00.safetensors": ("smollm2", 640),
+    "smollm2-layer18.safetensors": ("smollm2", 640),
+}
+LONG_FAMILY = Family(name="long-gqa", q_heads=4, kv_heads=1, head_dim=64, head_dim_v=64, scale=0.125, source="long contexts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """The cases of one verdict, in the order they run, and what the kernel's record kept out."""
+
+    profile: str
+    seed: int
+    families: tuple[str, ...]  # families asked for by name; () = all
+    cases: tuple[Case, ...]
+    skipped: tuple[tuple[Case, str], ...]  # cases of the whole suite that the kernel has not declared, and why
+
+    def digest(self) -> str:
+        """SHA-256 over the cases: equal suites judge equal calls."""
+        return hashlib.sha256(json.dumps([repr(c) for c in self.cases]).encode()).hexdigest()
+
+
+def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()) -> Suite:
+    """The suite of `profile` for a kernel of the given scope.  Same arguments, same cases."""
+    structured = _family_cases(scope, seed, families) + ([] if families else _long_cases(seed) + _promised_cases(seed))
+    structured += _captured_cases(seed, families)
+    fits = [c for c in structured if scope.refuses(c) is None]
+    skipped = [(c, reason) for c in structured if (reason := scope.refuses(c)) is not None]
+    grid: list[Case] = []
+    named: list[Family | None] = [FAMILIES[name] for name in families]
+    for family in named or [None]:
+        factors, left_out = _declared(scope, family, seed)
+        skipped += left_out
+        for draw in range(3 if profile == "deep" else 1):
+            if all(factors.values()):
+                grid += _grid(factors, seed, draw, family)
+    if profile == "quick":
+        cases = _tenth(grid, fits)
+    else:
+        cases = _with_rows(fits + grid + _twins(grid))
+    return Suite(profile=profile, seed=seed, families=tuple(families), cases=tuple(cases), skipped=tuple(skipped))
+
+
+def _declared(scope: Scope, family: Family | None, seed: int) -> tuple[dict[str, list[Any]], list[tuple[Case, str]]]:
+    """FACTORS without the values that the kernel has not declared; a stand-in case and a reason for each one dropped."""
+    fixed: dict[str, Any] = {}
+    if family is not None:
+        fixed = {"dims": (family.head_dim, family.head_dim_v), "group": family.group, "kv_heads": family.kv_heads,
+                 "mask": None, "softcap": family.softcap, "scale": None}  # fmt: skip
+        if not family.sinks:
+            fixed["sinks"] = "none"
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    plain |= {"sinks": "none", "scales": "none", "page_size": scope.record.page_sizes[0], "dtype": scope.record.dtypes[0]}
+    plain["dims"] = next((d for d in FACTORS["dims"] if _dims_declared(scope, d)), plain["dims"])
+    plain["group"] = scope.record.groups[0] if scope.record.groups else 1
+    factors: dict[str, list[Any]] = {}
+    skipped = []
+    for name, values in FACTORS.items():
+        if name in fixed:
+            factors[name] = [fixed[name]]
+            continue
+        factors[name] = []
+        for value in values:
+            case = _case(plain | fixed | {name: value}, f"{name}={value}", seed, family, "randn")
+            reason = scope.refuses(case)
+            if reason is None:
+                factors[name].append(value)
+            else:
+                skipped.append((case, reason))
+    extra = [g for g in scope.record.groups or () if g not in FACTORS["group"]]
+    if "group" not in fixed:
+        factors["group"] += extra
+        factors["dims"] += [d for d in _record_dims(scope) if d not in FACTORS["dims"]]
+        factors["page_size"] += [p for p in scope.record.page_sizes if p not in FACTORS["page_size"]]
+    return factors, skipped
+
+
+def _record_dims(scope: Scope) -> list[tuple[int, int]]:
+    return [*((d, d) for d in scope.record.head_dims), *scope.record.uneven_head_dims]
+
+
+def _dims_declared(scope: Scope, dims: tuple[int, int]) -> bool:
+    return dims in _record_dims(scope)
+
+
+def _grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | None) -> list[Case]:
+    """The covering array: every pair of values of two factors stands in some case."""
+    rows = make(factors, strength=2, salt=f"{seed}/{draw}")
+    classes = list(INPUT_CLASSES)
+    prefix = f"{family.name}/" if family else ""
+    return [
+        _case(row, f"{prefix}pair-{draw}{i:03d}", seed, family, classes[(i + draw * 7) % len(classes)])
+        for i, row in enumerate(rows)
+    ]
+
+
+def _case(row: dict[str, Any], name: str, seed: int, family: Family | None, inputs: str) -> Case:
+    """The case that a row of the covering array describes."""
+    seed = case_seed(seed, name)
+    if family is None:
+        d, dv = row["dims"]
+        causal, window = MASKS[row["mask"]]
+        scale = {"1/sqrt(d)": d**-0.5, "1": 1.0, "0.07": 0.07}[row["scale"]]
+        family = Family(
+            name=f"{row['group']}x{row['kv_heads']}-{d}/{dv}-{row['mask']}", q_heads=row["group"] * row["kv_heads"],
+            kv_heads=row["kv_heads"], head_dim=d, head_dim_v=dv, scale=scale, causal=causal, window=window,
+            softcap=row["softcap"], sinks=row["sinks"] != "none",
+        )  # fmt: skip
+    q_lens, kv_lens = lengths(row["geometry"], seed=seed, reach=_reach(family), page_size=row["page_size"])
+    eight_bit = row["dtype"] == "e4m3"
+    return Case(
+        name=name, family=family, dtype="bf16" if eight_bit else row["dtype"], cache_dtype="e4m3" if eight_bit else "",
+        q_lens=q_lens, kv_lens=kv_lens, page_size=row["page_size"], layout=row["layout"], inputs=inputs,
+        scales=row["scales"], sinks=row["sinks"], padded_seqs=row["padded_seqs"], give_out=row["give_out"], seed=seed,
+    )  # fmt: skip
+
+
+def _reach(family: Family) -> int:
+    """Keys of the longest sequence: past the window, so that its edge lies inside."""
+    return max(200, family.window[0] + 70)
+
+
+def _family_cases(scope: Scope, seed: int, families: Sequence[str]) -> list[Case]:
+    """Every input class in two families, every family at least once; with `families`, every class in each of them."""
+    named = [FAMILIES[name] for name in families]
+    able = [f for f in FAMILIES.values() if scope.refuses(_family_case(f, "randn", scope, seed)) is None]
+    chosen: list[tuple[Family, str]] = []
+    if named:
+        chosen = [(f, inputs) for f in named for inputs in INPUT_CLASSES]
+    elif able:
+        count = max(2 * len(INPUT_CLASSES), len(able))
+        classes = list(INPUT_CLASSES)
+        chosen = [(able[(i + i // len(classes)) % len(able)] if len(able) % len(classes) == 0 else able[i % len(able)],
+                   classes[i % len(classes)]) for i in range(count)]  # fmt: skip
+    unable = [f for f in FAMILIES.values() if f not in able and not named]
+    return [_family_case(f, inputs, scope, seed) for f, inputs in chosen] + [_family_case(f, "randn", scope, seed) for f in unable]
+
+
+def _family_case(family: Family, inputs: str, scope: Scope, seed: int) -> Case:
+    name = f"{family.name}/{inputs}"
+    reach = _reach(family)
+    wide = family.q_heads * family.head_dim >= 4096
+    q_lens, kv_lens = ((1, 0, 9, 4), (reach, 5, 70, 33)) if wide else ((1, 0, 40, 6), (reach, 5, 130, 70))
+    page_size = next((p for p in (16, 64) if p in scope.record.page_sizes), scope.record.page_sizes[0])
+    dtype = "bf16" if "bf16" in scope.record.dtypes else scope.record.dtypes[0]
+    return Case(
+        name=name, family=family, dtype=dtype, q_lens=q_lens, kv_lens=kv_lens, page_size=page_size, layout="layers-in-page",
+        inputs=inputs, sinks="small" if family.sinks else "none", seed=case_seed(seed, name),
+    )  # fmt: skip
+
+
+def _long_cases(seed: int) -> list[Case]:
+    """Beyond 4,096 keys and beyond 32,768, where tails of tables and accumulators show."""
+    shapes = [
+        ("4k", (1, 5, 30), (4_097, 5_003, 4_500), ("randn", "needle", "positive-v", "first-token")),
+        ("32k", (4, 1), (33_001, 32_769), ("randn", "positive-v", "needle")),
+    ]
+    cases = []
+    for label, q_lens, kv_lens, classes in shapes:
+        for i, inputs in enumerate(classes):
+            name = f"long-{label}/{inputs}"
+            cases.append(
+                Case(name=name, family=LONG_FAMILY, q_lens=q_lens, kv_lens=kv_lens, page_size=16 if i % 2 else 64,
+                     inputs=inputs, seed=case_seed(seed, name))  # fmt: skip
+            )
+    return cases
+
+
+def _promised_cases(seed: int) -> list[Case]:
+    return [
+        Case(name=f"promised/{inputs}/{dtype}", family=LONG_FAMILY, dtype=dtype, q_lens=(60,), kv_lens=(300,), inputs=inputs,
+             seed=case_seed(seed, inputs))  # fmt: skip
+        for inputs, dtype in (("tiny-v", "bf16"), ("tiny-v", "fp16"), ("logits-1e36", "bf16"))
+        if inputs in PROMISED_CLASSES
+    ]
+
+
+def _captured_cases(seed: int, families: Sequence[str]) -> list[Case]:
+    """A prefill chunk of each capture, and one decode step."""
+    cases = []
+    for file, (family, tokens) in CAPTURES.items():
+        if families and family not in families:
+            continue
+        for label, q_len in (("prefill", 96), ("decode", 1)):
+            name = f"captured/{file.removesuffix('.safetensors')}/{label}"
+            cases.append(
+                Case(name=name, family=FAMILIES[family], q_lens=(q_len,), kv_lens=(tokens,), inputs="captured",
+                     captured=file, seed=case_seed(seed, name))  # fmt: skip
+            )
+    return cases
+
+
+def _twins(grid: list[Case]) -> list[Case]:
+    """The shapes of a few cases again, with other data and another page table: sees what a kernel keeps between calls."""
+    return [replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in grid[:: max(1, len(grid) // 6)][:6]]
+
+
+def _with_rows(cases: list[Case]) -> list[Case]:
+    """The cases with their numbers of judged rows, as many as SHARE and CONFIDENCE ask for, raised until ELEMENTS are met."""
+    pairs = rows_needed(SHARE, CONFIDENCE)
+    factor = 1.0
+    while True:
+        sized = [replace(c, rows=max(8, round(factor * -(-pairs // c.family.q_heads)))) for c in cases]
+        if elements(sized) >= ELEMENTS or factor > 8:
+            return sized
+        factor *= 1.25
+
+
+def elements(cases: Sequence[Case]) -> int:
+    """Output elements that the cases judge."""
+    return sum(len(sample_rows(c, c.rows)) * c.family.q_heads * c.family.head_dim_v for c in cases)
+
+
+def _tenth(grid: list[Case], structured: list[Case]) -> list[Case]:
+    """About a tenth of the suite for interpreted kernels: small cases that bring the most new pairs, classes and families."""
+    small = [c for c in grid if _work(c) <= 3e7]
+    chosen: list[Case] = []
+    seen: set[tuple[str, str]] = set()
+    while small and len(chosen) < 9:
+        best = max(small, key=lambda c: (len(_features(c) - seen), -_work(c)))
+        chosen.append(best)
+        seen |= _features(best)
+        small.remove(best)
+    families = [c for c in structured if "/" in c.name and c.inputs in ("needle", "ones-v", "first-token") and _work(c) <= 6e7][:3]
+    real = [c for c in structured if c.captured and c.name.endswith("decode")][:1]
+    twin = [replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in chosen[:1]]
+    return [replace(c, rows=max(8, -(-rows_needed(SHARE, CONFIDENCE) // c.family.q_heads))) for c in families + real + chosen + twin]
+
+
+def _work(case: Case) -> float:
+    """Query-key pairs times head dim: what an interpreted kernel's time grows with."""
+    f = case.family
+    return sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True)) * f.q_heads * (f.head_dim + f.head_dim_v)
+
+
+def _features(case: Case) -> set[tuple[str, str]]:
+    f = case.family
+    values = [
+        case.dtype + case.cache_dtype, f"d{f.head_dim}/{f.head_dim_v}", f"g{f.group}", f"page{case.page_size}",
+        f"causal{f.causal}", f"window{f.window}", f"softcap{f.softcap}", case.sinks, case.scales, case.layout, case.inputs,
+        f"pad{case.padded_seqs > 0}", f"out{case.give_out}", f"batch{len(case.q_lens)}",
+    ]  # fmt: skip
+    return {(a, b) for i, a in enumerate(values) for b in values[i + 1 :]}

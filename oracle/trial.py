@@ -1,0 +1,294 @@
+"""A trial: every case of a suite put to a kernel, and all that was seen.
+
+The candidate runs in a process of its own; the exact answers are computed beside it, a few cases ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oracle.cases import Case
+from oracle.contract import Call, Record
+from oracle.isolation.outcome import Failure, FailureKind, Returned
+from oracle.isolation.process import KernelProcess
+from oracle.material import Material, material
+from oracle.measure import Measured, Truth, Worst, measure, tell
+from oracle.pool import Fill, Laid, lay_out, without_fill
+from oracle.references.bound import Roundoff, roundoff
+from oracle.rows import sample_rows
+from oracle.verdict import Finding, Reason
+
+ENOUGH = 10  # cases with findings after which a trial stops: the rest would add nothing to the verdict
+RETURNS = 3  # first cases called once more at the very end
+QUICK_FILLS = (Fill.NAN, Fill.LARGE)
+
+FAILURE_REASONS = {
+    FailureKind.EXCEPTION: Reason.EXCEPTION,
+    FailureKind.EXITED: Reason.CRASH,
+    FailureKind.SIGNAL: Reason.CRASH,
+    FailureKind.TIMEOUT: Reason.TIMEOUT,
+    FailureKind.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
+    FailureKind.WRONG_RESULT: Reason.WRONG_RESULT,
+    FailureKind.TAMPERED: Reason.TAMPERED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A case with its inputs, its first layout and its exact answer."""
+
+    case: Case
+    material: Material
+    laid: Laid  # stale data past the plan, pages of salt 0
+    truth: Truth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one case showed."""
+
+    case: Case
+    candidate: Measured | None  # None where the kernel gave no result
+    incumbent: Measured | None
+    same_bits: bool | None  # as the incumbent, on every live row; None without a named incumbent
+    findings: tuple[Finding, ...]
+    fills: tuple[Fill, ...]  # fills that it was called under
+    calls: int
+    seconds: float
+    far_from_fp32: float  # largest |out - fp32 reference|, 0 unless asked for
+
+
+Incumbent = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # rows of out and LSE at the truth's rows
+
+
+def contract_of(record: Record, case: Case) -> Roundoff:
+    """The constants of the bound for a kernel of this record at this case."""
+    return roundoff(record.precision, dtype=case.dtype, out_dtype=case.dtype, scaled=case.scales != "none")
+
+
+def prepare(case: Case, record: Record) -> Prepared:
+    """The inputs and the exact answer of `case`, bounded by the contract of `record`."""
+    made = material(case)
+    laid = lay_out(case, made, fill=Fill.STALE, salt=0, writes_padding=record.writes_padding)
+    truth = tell(without_fill(laid), sample_rows(case, case.rows or 40), contract_of(record, case), qk_block=record.precision.qk_block)
+    return Prepared(case=case, material=made, laid=laid, truth=truth)
+
+
+def prepared_ahead(cases: Iterable[Case], record: Record) -> Iterator[Prepared]:
+    """`prepare` of each case in turn, two cases ahead of the consumer, on one other thread."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = []
+        for case in cases:
+            waiting.append(pool.submit(prepare, case, record))
+            if len(waiting) > 2:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+
+def timeout_s(case: Case, record: Record) -> float:
+    """Seconds that one call may take: a hundred times what a slow honest kernel of its kind needs."""
+    f = case.family
+    work = sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True)) * f.q_heads * (f.head_dim + f.head_dim_v)
+    return 300.0 + work / 1e5 if record.interpreted else 60.0 + work / 1e7
+
+
+class Trial:
+    """Puts cases to one kernel and keeps what later calls are compared with."""
+
+    def __init__(
+        self, process: KernelProcess, record: Record, *, quick: bool = False, incumbent: Incumbent | None = None,
+        other: KernelProcess | None = None, fp32: Callable[[Call], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`incumbent` gives rows of a trusted kernel; `other` is the process of a named incumbent, compared whole."""
+        self._process, self._record, self._quick = process, record, quick
+        self._incumbent, self._other, self._fp32 = incumbent, other, fp32
+        self._first: list[tuple[Prepared, Returned]] = []
+
+    def run(self, prepared: Prepared) -> Seen:
+        """Everything that one case shows of the kernel."""
+        case, call = prepared.case, prepared.laid.call
+        base = self._call(prepared.laid, case)
+        if isinstance(base, Failure):
+            return self._nothing(case, base)
+        live = case.total_q
+        out, lse = base.out[:live], self._natural(base.lse, live)
+        rows = prepared.truth.rows
+        measured = measure(prepared.truth, without_fill(prepared.laid), out[rows], None if lse is None else lse[rows])
+        findings = list(self._measured_findings(case, measured))
+        findings += self._hygiene(case, prepared.laid, base)
+        fills, calls, more = self._again(prepared, base)
+        findings += more
+        incumbent, same_bits = self._compare(prepared, base)
+        far = 0.0
+        if self._fp32 is not None:
+            far = float((out.float() - self._fp32(call)[: out.shape[0]].cpu()).abs().nan_to_num(float("inf")).max()) if live else 0.0
+        if len(self._first) < RETURNS and not findings:
+            self._first.append((prepared, base))
+        return Seen(case=case, candidate=measured, incumbent=incumbent, same_bits=same_bits, findings=tuple(findings), fills=fills,
+                    calls=calls, seconds=base.seconds, far_from_fp32=far)  # fmt: skip
+
+    def return_to_first(self) -> list[Finding]:
+        """The first cases once more, after all others: the same bits, or the kernel keeps something between calls."""
+        findings = []
+        for prepared, before in self._first:
+            after = self._call(prepared.laid, prepared.case)
+            if isinstance(after, Failure):
+                findings.append(_failed(prepared.case, after))
+            elif self._record.deterministic and (where := _difference(prepared.case, before, after)):
+                text = f"called again after all other cases, it gives other bits {where}: it keeps something between calls"
+                findings.append(_finding(Reason.LATER_CALL, prepared.case, text))
+        return findings
+
+    def _call(self, laid: Laid, case: Case) -> Returned | Failure:
+        return self._process.call(laid.call, timeout_s(case, self._record), want_lse=True)
+
+    def _nothing(self, case: Case, failure: Failure) -> Seen:
+        return Seen(case=case, candidate=None, incumbent=None, same_bits=None, findings=(_failed(case, failure),), fills=(),
+                    calls=1, seconds=0.0, far_from_fp32=0.0)  # fmt: skip
+
+    def _natural(self, lse: Tensor | None, live: int) -> Tensor | None:
+        if lse is None:
+            return None
+        return lse[:live].double() * 0.6931471805599453 if self._record.lse_base == "2" else lse[:live]
+
+    def _measured_findings(self, case: Case, m: Measured) -> Iterator[Finding]:
+        if m.not_finite:
+            yield _finding(Reason.NOT_FINITE, case, f"{m.not_finite} of {m.elements} judged elements are NaN or inf; the first: {_at(case, m.worst)}")
+        elif not m.worst.units <= 1.0:
+            yield _finding(Reason.ERROR, case, f"e = {m.worst.units:.3g} at {_at(case, m.worst)}", m.worst.units)
+        if m.worst_lse is not None and not m.worst_lse.units <= 1.0:
+            if not (m.fits_after or self._record.precision.row_sum == "after") or not m.worst_lse_after <= 1.0:
+                yield _finding(Reason.LSE, case, f"e_lse = {m.worst_lse.units:.3g} at {_at(case, m.worst_lse)}", m.worst_lse.units)
+        if m.empty_rows_wrong:
+            text = f"{m.empty_rows_wrong} rows without keys: expected output 0 and LSE -inf (with a sink: the sink)"
+            yield _finding(Reason.EMPTY_ROW, case, text)
+
+    def _hygiene(self, case: Case, laid: Laid, returned: Returned) -> list[Finding]:
+        """Canaries and inputs after a call."""
+        findings = []
+        if returned.out_storage is not None and (broken := laid.canaries_broken(returned.out_storage)):
+            findings.append(_finding(Reason.CANARY, case, f"{broken} bytes of `out` past the plan were written ({laid.fill} fill)"))
+        if returned.changed_inputs:
+            names = ", ".join(returned.changed_inputs)
+            findings.append(_finding(Reason.INPUT_WRITTEN, case, f"the call changed its inputs: {names}"))
+        return findings
+
+    def _again(self, prepared: Prepared, base: Returned) -> tuple[tuple[Fill, ...], int, list[Finding]]:
+        """The case under every other fill, each with other page ids, then the first call once more: the same bits."""
+        case = prepared.case
+        fills = [f for f in (QUICK_FILLS if self._quick else Fill) if f is not Fill.STALE]
+        fills = [f for f in fills if f.finite or not self._record.finite_tails]
+        findings: list[Finding] = []
+        calls = 1
+        for salt, fill in [*enumerate(fills, 1), (0, Fill.STALE)]:
+            laid = self._laid(prepared, fill, salt if self._record.page_invariant else 0)
+            result = self._call(laid, case)
+            calls += 1
+            if isinstance(result, Failure):
+                findings.append(_failed(case, result, f"under a {fill} fill"))
+                break
+            findings += self._hygiene(case, laid, result)
+            if not self._record.deterministic:
+                findings += self._measured_again(prepared, laid, result)
+            elif _difference(case, base, result):
+                findings.append(self._explain(prepared, base, result, fill, salt))
+            if findings:
+                break
+        return (Fill.STALE, *fills), calls, findings
+
+    def _laid(self, prepared: Prepared, fill: Fill, salt: int) -> Laid:
+        if fill is Fill.STALE and salt == 0:
+            return prepared.laid
+        padding = self._record.writes_padding
+        return lay_out(prepared.case, prepared.material, fill=fill, salt=salt, writes_padding=padding)
+
+    def _measured_again(self, prepared: Prepared, laid: Laid, result: Returned) -> list[Finding]:
+        """For a kernel of varying bits, what lies past the plan shows as an error instead of as other bits."""
+        rows = prepared.truth.rows
+        lse = self._natural(result.lse, prepared.case.total_q)
+        m = measure(prepared.truth, without_fill(laid), result.out[rows], None if lse is None else lse[rows])
+        return list(self._measured_findings(prepared.case, m))
+
+    def _explain(self, prepared: Prepared, base: Returned, other: Returned, fill: Fill, salt: int) -> Finding:
+        """Which of the three things that changed between two calls moved the bits: nothing, the fill or the page ids."""
+        case = prepared.case
+        where = _difference(case, base, other)
+        steps = (
+            (Reason.NONDETERMINISTIC, Fill.STALE, 0, "the same call gives other bits"),
+            (Reason.LEAK, fill, 0, f"a {fill} fill past the plan changes the result"),
+            (Reason.PAGE_IDS, Fill.STALE, salt, "other page ids for the same data change the result"),
+        )
+        for reason, one_fill, one_salt, text in steps:
+            again = self._call(self._laid(prepared, one_fill, one_salt), case)
+            if isinstance(again, Failure):
+                return _failed(case, again, f"under a {one_fill} fill")
+            if difference := _difference(case, base, again):
+                return _finding(reason, case, f"{text} {difference}")
+        if fill is Fill.STALE:
+            return _finding(Reason.NONDETERMINISTIC, case, f"the same call once gave other bits {where}")
+        return _finding(Reason.LEAK, case, f"a {fill} fill with other page ids changes the result {where}; neither alone does")
+
+    def _compare(self, prepared: Prepared, base: Returned) -> tuple[Measured | None, bool | None]:
+        """The incumbent's measure at the same rows, and whether a named one gave the same bits."""
+        rows, call = prepared.truth.rows, without_fill(prepared.laid)
+        if self._other is not None:
+            theirs = self._other.call(prepared.laid.call, timeout_s(prepared.case, self._record), want_lse=True)
+            if isinstance(theirs, Failure):
+                return None, None
+            live = prepared.case.total_q
+            lse = None if theirs.lse is None else theirs.lse[:live][rows]
+            return measure(prepared.truth, call, theirs.out[:live][rows], lse), not _difference(prepared.case, base, theirs)
+        if self._incumbent is None:
+            return None, None
+        out, lse = self._incumbent(prepared)
+        return measure(prepared.truth, call, out, lse), None
+
+
+def _difference(case: Case, one: Returned, two: Returned) -> str:
+    """Where the live bits of two results first differ, as words, or ""."""
+    live = case.total_q
+    pairs = [("out", one.out, two.out)]
+    if one.lse is not None and two.lse is not None:
+        pairs.append(("lse", one.lse, two.lse))
+    for name, a, b in pairs:
+        bits = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+        moved = a[:live].contiguous().view(bits) != b[:live].contiguous().view(bits)
+        if bool(moved.any()):
+            place = [int(i) for i in moved.nonzero()[0]]
+            return f"in {int(moved.sum())} of {moved.numel()} elements, first {name}{place}"
+    return ""
+
+
+def _size(case: Case) -> int:
+    return sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True)) * case.family.q_heads
+
+
+def _finding(reason: Reason, case: Case, text: str, units: float = 0.0) -> Finding:
+    return Finding(reason=reason, case=case.name, text=text, size=_size(case), units=units)
+
+
+def _failed(case: Case, failure: Failure, when: str = "") -> Finding:
+    reason = FAILURE_REASONS.get(failure.kind, Reason.EXCEPTION)
+    return _finding(reason, case, f"{failure.text}{' ' + when if when else ''}")
+
+
+def _at(case: Case, worst: Worst) -> str:
+    """Where an element lies, with what was got and expected."""
+    start = 0
+    for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        if worst.row < start + q_len:
+            break
+        start += q_len
+    pos = kv_len - q_len + worst.row - start
+    page, slot = divmod(max(pos, 0), case.page_size)
+    column = f" column {worst.column}" if worst.column >= 0 else ""
+    return (
+        f"row {worst.row} (sequence {seq}, query {worst.row - start} of {q_len}, position {pos} of {kv_len}, page {page} slot {slot}) "
+        f"head {worst.head}{column}: got {worst.got:.6g}, exact {worst.want:.6g}, limit {worst.limit:.2g}"
+    )

@@ -1,0 +1,131 @@
+"""Verdicts: what was decided, why, and on what evidence.  Records only; the deciding is in `doors`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """What the oracle says of a kernel."""
+
+    ACCEPT = "accept"
+    REJECT = "reject"
+    INCONCLUSIVE = "inconclusive"  # door 2 cannot tell with these rows
+    NOT_COVERED = "not-covered"  # too little of what must be judged was judged
+
+
+EXIT_CODES = {Outcome.ACCEPT: 0, Outcome.REJECT: 1, Outcome.INCONCLUSIVE: 3, Outcome.NOT_COVERED: 3}
+
+
+class Reason(StrEnum):
+    """Why a kernel is rejected.  Where several hold, the one that stands first here explains the others."""
+
+    CRASH = "crash"  # its process died: a signal, or it left by itself
+    TIMEOUT = "timeout"
+    OUT_OF_MEMORY = "out-of-memory"
+    EXCEPTION = "exception"
+    WRONG_RESULT = "wrong-result"  # another shape, dtype or type than the contract says
+    TAMPERED = "tampered"  # it interfered with the measurement
+    NOT_FINITE = "not-finite"  # NaN or inf where the exact answer is finite
+    ERROR = "error-exceeds-bound"  # e > 1
+    LSE = "lse-exceeds-bound"  # e_lse > 1
+    EMPTY_ROW = "empty-row"  # a row without keys is not 0, or its LSE not -inf (or the sink)
+    LATER_CALL = "later-call"  # right at first, other bits when called again after other calls
+    NONDETERMINISTIC = "nondeterministic"  # other bits for the same call, undeclared
+    LEAK = "past-the-plan"  # what lies past the plan changes the result
+    PAGE_IDS = "page-ids"  # other page ids for the same data change the result
+    CANARY = "canary"  # it wrote past the plan of `out`
+    INPUT_WRITTEN = "input-written"
+    GAIN = "gain"  # an error proportional to the output: lost weight, truncation
+    TEMPERATURE = "temperature"  # an error as of another softmax scale
+    BIAS = "bias"  # a mean error
+    FP32_LINE = "fp32-line"  # farther from fp32 than --within-fp32 allows
+    NO_DOOR = "no-door"  # safe, but through none of the doors allowed
+    LESS_ACCURATE = "less-accurate"  # door 2: its error is larger than the incumbent's by more than the margin
+    LOOSER_CONTRACT = "looser-contract"  # its declared arithmetic may pass only against a named incumbent, or by drift
+
+
+PRIORITY = {reason: i for i, reason in enumerate(Reason)}
+DOORS = ("bits", "accuracy", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that counts against a kernel, with the smallest evidence for it."""
+
+    reason: Reason
+    case: str  # name of the case; "" for what is seen over all cases
+    text: str  # one line a person reads: where, got, expected, limit
+    size: int = 0  # query-key pairs of the case: the smallest one is shown
+    units: float = 0.0  # how far over the limit, in units of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """RMS e of the candidate over the incumbent's, with its one-sided 95 % bounds."""
+
+    label: str  # "all cases", or an input class
+    value: float
+    lower: float
+    upper: float
+    margin: float
+    rows: int
+    rows_to_decide: int | None = None  # where it is inconclusive: rows that would decide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What was measured over all cases."""
+
+    max_e: float
+    max_e_det: float
+    max_e_lse: float | None  # None without LSE
+    rms_e: float
+    mean_abs: float
+    max_abs: float
+    slopes: dict[str, dict[str, float]]  # direction -> beta, z, effect of the pool nearest to firing
+    row_sum: str  # "before", "after" or "after, undeclared"
+    seconds: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What was judged, and what was not."""
+
+    cases: int
+    elements: int
+    rows: int
+    counts: dict[str, int]  # what must be covered -> how often it was
+    missing: tuple[str, ...]  # what must be covered and was not: exit 3
+    skipped: dict[str, int]  # reason -> cases of the suite that the kernel has not declared
+    unseen: tuple[str, ...]  # faults that go unseen, e.g. without an LSE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer to: may this kernel ship?"""
+
+    outcome: Outcome
+    door: str  # "bits" or "accuracy", "" where it went through none
+    candidate: str
+    incumbent: str
+    findings: tuple[Finding, ...]  # the most telling first
+    ratios: tuple[Ratio, ...]
+    figures: Figures | None
+    coverage: Coverage
+    notes: tuple[str, ...]
+    inspect: tuple[Finding, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Distinct reasons, the most telling first."""
+        return tuple(dict.fromkeys(f.reason for f in self.findings))
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status of the command that printed it."""
+        return EXIT_CODES[self.outcome]

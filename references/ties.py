@@ -1,0 +1,81 @@
+"""Keys of equal weight: their rounding errors are equal too, so they add before they are squared.
+
+docs/numerics.md, section 2.6: with P rounded to unit roundoff u_p, keys whose log2(p) fall into the same bin of width u_p/8
+round alike.  V2g = sqrt(sum over bins (sum p_j v_j)^2) and P2g, the same with v = 1, take the place of V2 and P2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+OCTAVES = 32  # weights under 2^-32 share the last bin: n of them weigh (n 2^-32)^2, nothing beside 1/n
+STRUCTURAL = 1.2  # P2g/P2, ties of chance taken off, above which a row's ties are summed with their values
+
+
+def grouped_norms(
+    p: Tensor, log2p: Tensor, u_p: float, p2: Tensor, v2: Tensor, out: Tensor, values: Callable[[int], Tensor], *, every_tie: bool
+) -> tuple[Tensor, Tensor]:
+    """(P2g (heads, M), V2g (heads, M, dim_v)) of softmax rows p (heads, M, keys); `log2p` is overwritten.
+
+    `values(head)` gives v (keys, dim_v) float64.  Where the ties are structural (many keys with exactly equal weight) V2g
+    is summed by groups; elsewhere the keys of a bin are together by chance, their v - out adds like independent numbers, and
+    V2g^2 = V2^2 + out^2 (P2g^2 - P2^2).
+    """
+    if p.shape[-1] == 0:
+        return p2.clone(), v2.clone()
+    bins = log2p.mul_(8.0 / u_p).neg_().ceil_().clamp_(0.0, OCTAVES * 8.0 / u_p - 1)
+    p2g, chance = _grouped_weights(bins, p, u_p)
+    p2g = torch.maximum(p2g, p2)
+    v2g = (v2 * v2 + out * out * (p2g * p2g - p2 * p2).unsqueeze(-1)).sqrt_()
+    structural = p2g * p2g - chance > STRUCTURAL**2 * p2 * p2
+    if every_tie:
+        structural = torch.ones_like(structural)
+    for head in structural.any(1).nonzero().flatten().tolist():
+        v = values(head)
+        for row in structural[head].nonzero().flatten().tolist():
+            v2g[head, row] = _grouped_values(bins[head, row], p[head, row], v)
+    return p2g, v2g
+
+
+def _grouped_weights(bins: Tensor, p: Tensor, u_p: float) -> tuple[Tensor, Tensor]:
+    """(P2g, what chance alone would add to P2g^2): sums over bins, and over neighbouring bins.
+
+    In a smooth distribution of weights, two keys share a bin as often as they sit in neighbouring bins.
+    """
+    order = _sorted(bins)
+    n = order.shape[-1]
+    new = torch.ones_like(order, dtype=torch.bool)
+    new[..., 1:] = order[..., 1:] != order[..., :-1]
+    flat = new.flatten()
+    start = flat.nonzero().flatten()  # every row starts a run, so runs never cross rows
+    length = torch.diff(start, append=start.new_tensor([flat.numel()])).double()
+    code = order.flatten()[start]
+    weight = length * torch.exp2(code * (-u_p / 8.0))
+    row = start // n
+    sums = p.new_zeros(p.shape[0] * p.shape[1])
+    squares = sums.index_add(0, row, weight * weight)
+    beside = (code[1:] == code[:-1] + 1) & (row[1:] == row[:-1])
+    neighbours = sums.index_add(0, row[1:], torch.where(beside, weight[1:] * weight[:-1], 0.0))
+    return squares.sqrt_().view(p.shape[:2]), neighbours.view(p.shape[:2])
+
+
+def _sorted(bins: Tensor) -> Tensor:
+    """The bins of each row in ascending order, int64."""
+    if bins.device.type != "cpu":
+        return torch.sort(bins.long(), dim=-1)[0]
+    # numpy sorts without the permutation that torch.sort makes as well, and 16-bit integers by radix: 2 ns a key against 45
+    numbers = bins.numpy()
+    if numbers.max() < 2**16:
+        return torch.from_numpy(np.sort((numbers - 2**15).astype(np.int16), axis=-1, kind="stable")).long() + 2**15
+    return torch.from_numpy(np.sort(numbers.astype(np.int32 if numbers.max() < 2**31 else np.int64), axis=-1)).long()
+
+
+def _grouped_values(bins: Tensor, p: Tensor, v: Tensor) -> Tensor:
+    """sqrt(sum over bins (sum p_j v_j)^2), (dim_v,)."""
+    group = torch.unique(bins, return_inverse=True)[1]
+    sums = v.new_zeros(int(group.max()) + 1, v.shape[1]).index_add_(0, group, p.unsqueeze(-1) * v)
+    return sums.square_().sum(0).sqrt_()
