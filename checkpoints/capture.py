@@ -22,8 +22,20 @@ if TYPE_CHECKING:
 # Arguments of a transformers attention function that a capture holds, or that change nothing for one whole sequence without
 # a cache in evaluation mode.  `indices` repeats what the mask says.
 _HELD = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
-_IDLE = {"dropout", "position_ids", "cache", "use_cache", "output_attentions", "output_hidden_states",
-         "output_router_logits", "indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_IDLE = {
+    "dropout",
+    "position_ids",
+    "cache",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "indices",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,12 +81,24 @@ def capture(
     try:
         handed = record(model, tokens, layer)
         return Capture(
-            q=handed.q, k=handed.k, v=handed.v, sinks=handed.sinks,
-            softmax_scale=handed.softmax_scale, causal=handed.causal, window=handed.window, softcap=handed.softcap,
-            model=where.resolve().name.removesuffix(".gguf"), model_type=model.config.get_text_config().model_type, layer=layer,
-            attention=handed.attention, text_sha256=sha256(text.encode()).hexdigest(), weights_sha256=weights_sha256(where),
-            tokenizer_sha256=tokenizer_sha256(tokenizer), transformers_version=transformers().__version__,
-            torch_version=torch.__version__, command=command,
+            q=handed.q,
+            k=handed.k,
+            v=handed.v,
+            sinks=handed.sinks,
+            softmax_scale=handed.softmax_scale,
+            causal=handed.causal,
+            window=handed.window,
+            softcap=handed.softcap,
+            model=where.resolve().name.removesuffix(".gguf"),
+            model_type=model.config.get_text_config().model_type,
+            layer=layer,
+            attention=handed.attention,
+            text_sha256=sha256(text.encode()).hexdigest(),
+            weights_sha256=weights_sha256(where),
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            transformers_version=transformers().__version__,
+            torch_version=torch.__version__,
+            command=command,
         )
     except (CheckpointError, CaptureError) as error:
         raise CheckpointError(f"{where}: {error}") from error
@@ -85,8 +109,19 @@ def capture_command(path: str | os.PathLike[str], layer: int, text: str | os.Pat
 
     Folders differ from machine to machine, and a capture made again should have the same bytes.
     """
-    words = ["oracle", "capture", Path(path).resolve().name, "--layer", str(layer), "--text", Path(text).name,
-             "--max-tokens", str(max_tokens), "--dtype", dtype]
+    words = [
+        "oracle",
+        "capture",
+        Path(path).resolve().name,
+        "--layer",
+        str(layer),
+        "--text",
+        Path(text).name,
+        "--max-tokens",
+        str(max_tokens),
+        "--dtype",
+        dtype,
+    ]
     return shlex.join(words)
 
 
@@ -186,7 +221,12 @@ class _Recorder:
         self._check_mask(q.shape[0], bool(causal), window)
         sinks = self.args.get("s_aux")
         return Handed(
-            q=q, k=k, v=v, causal=bool(causal), window=window, attention=self.attention,
+            q=q,
+            k=k,
+            v=v,
+            causal=bool(causal),
+            window=window,
+            attention=self.attention,
             softmax_scale=q.shape[2] ** -0.5 if scale is None else float(scale),
             softcap=float(self.args.get("softcap") or 0.0),
             sinks=None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,18 +53,28 @@ def load_model(
     # Any other name is one that transformers would take for a repository of kernels, and import code from it.
     if attention is not None and attention not in known:
         raise CheckpointError(f"attention {attention!r} is unknown to transformers; choose from {', '.join(known)}")
+    if foreign := sorted(_attention_names(where) - {*known}):
+        raise CheckpointError(f"{where}: its config.json asks for attention {foreign[0]!r}, which is not in transformers itself")
     folder, gguf = (str(where.parent), {"gguf_file": where.name}) if where.is_file() else (str(where), {})
     common = {"local_files_only": True, "trust_remote_code": False, **gguf}
     try:
         with _quiet(hf):
-            model = hf.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, DTYPES[dtype]), attn_implementation=attention, use_safetensors=True, **common
+            model, report = hf.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, DTYPES[dtype]),
+                attn_implementation=attention,
+                use_safetensors=True,
+                output_loading_info=True,
+                **common,
             )
             tokenizer = hf.AutoTokenizer.from_pretrained(folder, **common)
     except ImportError as error:
         raise CheckpointError(f"{where}: it needs a package that is not here ({_first_line(error)}): {_INSTALL}") from error
     except Exception as error:  # transformers raises nearly every kind for a broken checkpoint
         raise CheckpointError(f"{where}: cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+    # transformers fills weights that the files lack with random numbers, and only remarks on it.
+    if absent := sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]})):
+        raise CheckpointError(f"{where}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
     return model.eval(), tokenizer
 
 
@@ -82,7 +93,7 @@ def check_files(where: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
     if "config.json" not in names:
-        raise CheckpointError(f"{where}: not a checkpoint: it has no config.json")
+        raise CheckpointError(f"{where}: not a checkpoint: it has no config.json (for GGUF name the file)")
     if not any(name.endswith(".safetensors") for name in names):
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
         if pickles:
@@ -104,6 +115,21 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     lines = "".join(f"{number} {token!r}\n" for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
     return sha256(lines.encode()).hexdigest()
+
+
+def _attention_names(where: Path) -> set[str]:
+    """What the config.json of the folder `where` sets attention to, in its parts too; empty for a file or a torn config."""
+    try:
+        parts: list[Any] = [json.loads((where / "config.json").read_bytes())]
+    except (OSError, ValueError):  # transformers says what is wrong with it
+        return set()
+    names = set()
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
+        if isinstance(part, dict):
+            names |= {value for key, value in part.items() if key.endswith("attn_implementation") and isinstance(value, str)}
+    return names
 
 
 def _file_sha256(file: Path) -> str:

@@ -4,7 +4,8 @@ One program owns a tile of query rows of one sequence and one kv head.  The rows
 the group) pairs, tokens outermost, so that a tile is full whatever the group is.  It walks the keys that its rows see in
 tiles of `_key_tile` keys, with a running maximum (flash attention); the row sum is taken before P is rounded to the format
 of q.  `prefill_16`, `prefill_32` and `prefill_64` differ in the number of rows of a query tile only: a row meets the same
-keys in the same order in each of them.
+keys in the same order in each of them.  Interpreted, the three give the same bits.  Compiled for an H200, the first two do in
+bf16 and fp16; in fp32, and with 64 rows, Triton lays out a tile differently and with it the order of the row sum.
 
 On a machine without a GPU the module switches Triton's interpreter on (`TRITON_INTERPRET=1`) before it imports Triton, and
 the kernels then take CPU tensors.  Triton's interpreter multiplies the bit patterns of bf16 operands in `tl.dot` and
@@ -118,12 +119,46 @@ def _tanh(x):
 
 @triton.jit
 def _prefill(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_ptr, used_ptr, table_ptr, sinks_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-    q_strides, k_strides, v_strides, out_strides, table_strides, q_scale_strides, k_scale_strides, v_scale_strides,
-    seqs, scale, out_scale, softcap, left, right,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
-    SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
-    LEFT: tl.constexpr, SOFTCAP: tl.constexpr, TRUNCATE: tl.constexpr, INTERPRETED: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_ptr,
+    used_ptr,
+    table_ptr,
+    sinks_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    table_strides,
+    q_scale_strides,
+    k_scale_strides,
+    v_scale_strides,
+    seqs,
+    scale,
+    out_scale,
+    softcap,
+    left,
+    right,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    SEQS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Writes `out` and, where lse_ptr is given, the LSE of one tile of ROWS query rows and one kv head.
 
@@ -216,7 +251,7 @@ def _prefill(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tiling:
-    """How the kernel is cut and compiled.  What may change the bits of a result is not here."""
+    """How the query rows are cut into tiles, and what is compiled for one."""
 
     rows: int  # query rows of a tile
     warps: int
@@ -283,17 +318,46 @@ def _run(call: Call, tiling: _Tiling, return_lse: bool) -> Tensor | tuple[Tensor
         if call.causal:
             right = 0
         _prefill[(total_q * group // tiling.rows + seqs, kv_heads)](
-            q, _bytes(k_cache), _bytes(v_cache), out, lse,
-            call.cu_seqlens_q.contiguous(), call.seqused_k.contiguous(), call.page_table,
-            None if call.sinks is None else call.sinks.contiguous(), q_scale, k_scale, v_scale,
-            q.stride(), k_cache.stride(), v_cache.stride(), out.stride(), call.page_table.stride(),
+            q,
+            _bytes(k_cache),
+            _bytes(v_cache),
+            out,
+            lse,
+            call.cu_seqlens_q.contiguous(),
+            call.seqused_k.contiguous(),
+            call.page_table,
+            None if call.sinks is None else call.sinks.contiguous(),
+            q_scale,
+            k_scale,
+            v_scale,
+            q.stride(),
+            k_cache.stride(),
+            v_cache.stride(),
+            out.stride(),
+            call.page_table.stride(),
             *((0, 0) if scale is None else scale.stride() for scale in (q_scale, k_scale, v_scale)),
-            seqs, call.softmax_scale * q_factor * k_factor, v_factor, call.softcap,
-            _bound(left), _bound(right),
-            HEADS=q_heads, GROUP=group, DIM=dim, DIM_V=dim_v, PAGE=page_size, SEQS=triton.next_power_of_2(seqs),
-            ROWS=tiling.rows, KEYS=keys, DIM_PAD=dim_pad, DIM_V_PAD=dim_v_pad, LEFT=left >= 0, SOFTCAP=call.softcap != 0.0,
-            TRUNCATE=tiling.truncate, INTERPRETED=_INTERPRETED,
-            num_warps=tiling.warps, num_stages=2 if keys * dim_pad * q.element_size() <= 2**14 else 1,
+            seqs,
+            call.softmax_scale * q_factor * k_factor,
+            v_factor,
+            call.softcap,
+            _bound(left),
+            _bound(right),
+            HEADS=q_heads,
+            GROUP=group,
+            DIM=dim,
+            DIM_V=dim_v,
+            PAGE=page_size,
+            SEQS=triton.next_power_of_2(seqs),
+            ROWS=tiling.rows,
+            KEYS=keys,
+            DIM_PAD=dim_pad,
+            DIM_V_PAD=dim_v_pad,
+            LEFT=left >= 0,
+            SOFTCAP=call.softcap != 0.0,
+            TRUNCATE=tiling.truncate,
+            INTERPRETED=_INTERPRETED,
+            num_warps=tiling.warps,
+            num_stages=2 if keys * dim_pad * q.element_size() <= 2**14 else 1,
         )
     return out if lse is None else (out, lse)
 

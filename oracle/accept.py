@@ -83,7 +83,9 @@ def open_kernel(name: str, device: str) -> Candidate:
         raise InputError(f"{name}: takes **kwargs and has no record, so nothing says what it can do; name its keyword arguments")
     if absent := [p for p in REQUIRED if not description.takes(p)]:
         process.close()
-        raise InputError(f"{name}: the contract's {absent[0]} is not among its keyword arguments; `oracle kernels` shows the contract")
+        raise InputError(
+            f"{name}: the contract's {absent[0]} is not among its keyword arguments; `oracle kernels` shows the contract"
+        )
     record = description.record or Record()
     named = frozenset(OPTIONAL if description.has_var_keyword else description.parameters)
     return Candidate(name=name, process=process, description=description, record=record,
@@ -205,4 +207,3 @@ def environment(asked: Asked, candidate: Candidate, suite: Suite) -> dict[str, o
         "record": asdict(candidate.record),
         "command": " ".join(["oracle", *sys.argv[1:]]),
     }
-

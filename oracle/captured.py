@@ -23,8 +23,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VERSION = "1"
-_TEXTS = ("model", "model_type", "attention", "text_sha256", "weights_sha256", "tokenizer_sha256", "transformers_version",
-          "torch_version", "command")  # fields that are strings and stand in the metadata under their own names
+_TEXTS = (
+    "model",
+    "model_type",
+    "attention",
+    "text_sha256",
+    "weights_sha256",
+    "tokenizer_sha256",
+    "transformers_version",
+    "torch_version",
+    "command",
+)  # fields that are strings and stand in the metadata under their own names
 _HEADER_NAMES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
@@ -78,10 +87,19 @@ class Capture:
     @property
     def family(self) -> Family:
         """The layer type, named after model and layer."""
-        return Family(name=f"{self.model}-layer{self.layer:02d}", q_heads=self.q.shape[1], kv_heads=self.k.shape[1],
-                      head_dim=self.q.shape[2], head_dim_v=self.v.shape[2], scale=self.softmax_scale, causal=self.causal,
-                      window=self.window, softcap=self.softcap, sinks=self.sinks is not None,
-                      source=f"{self.model}, layer {self.layer}, captured")
+        return Family(
+            name=f"{self.model}-layer{self.layer:02d}",
+            q_heads=self.q.shape[1],
+            kv_heads=self.k.shape[1],
+            head_dim=self.q.shape[2],
+            head_dim_v=self.v.shape[2],
+            scale=self.softmax_scale,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            source=f"{self.model}, layer {self.layer}, captured",
+        )
 
 
 def _problem(c: Capture) -> str | None:
@@ -179,7 +197,10 @@ def load_capture(file: str | os.PathLike[str]) -> Capture:
     try:
         left, right = meta["window"].split(",")
         return Capture(
-            q=tensors["q"], k=tensors["k"], v=tensors["v"], sinks=tensors.get("sinks"),
+            q=tensors["q"],
+            k=tensors["k"],
+            v=tensors["v"],
+            sinks=tensors.get("sinks"),
             **_texts(meta),
             softmax_scale=float.fromhex(meta["softmax_scale"]),
             causal={"true": True, "false": False}[meta["causal"]],
@@ -262,14 +283,18 @@ def visible(row: Tensor, key: Tensor, causal: bool, window: tuple[int, int]) -> 
     return seen
 
 
-HEADING = ("| capture | tokens | logit sd | largest logit | largest p | p of token 0 | head with least, most | keys |\n"
-           "|---|---|---|---|---|---|---|---|")
+HEADING = (
+    "| capture | tokens | logit sd | largest logit | largest p | p of token 0 | head with least, most | keys |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
 
 
 def table_row(name: str, tokens: int, f: Figures) -> str:
     """One row under HEADING."""
-    return (f"| {name} | {tokens} | {f.logit_sd:.2f} | {f.largest_logit:.1f} | {f.largest_p:.3f} | {f.first_p:.3f} "
-            f"| {f.first_p_heads[0]:.3f}, {f.first_p_heads[1]:.3f} | {f.keys:.1f} |")
+    return (
+        f"| {name} | {tokens} | {f.logit_sd:.2f} | {f.largest_logit:.1f} | {f.largest_p:.3f} | {f.first_p:.3f} "
+        f"| {f.first_p_heads[0]:.3f}, {f.first_p_heads[1]:.3f} | {f.keys:.1f} |"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

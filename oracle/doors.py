@@ -189,7 +189,14 @@ def _through(
         text = "its record promises looser arithmetic than the default: it needs --against a kernel of the same contract, or door drift"
         return "", Outcome.REJECT, [Finding(reason=Reason.LOOSER_CONTRACT, case="", text=text)]
     compared = [s for s in seen if s.same_bits is not None]
-    if "bits" in doors and named and record.deterministic and len(compared) == len(seen) and all(s.same_bits for s in seen) and seen:
+    if (
+        "bits" in doors
+        and named
+        and record.deterministic
+        and len(compared) == len(seen)
+        and all(s.same_bits for s in seen)
+        and seen
+    ):
         return "bits", Outcome.ACCEPT, []
     if "accuracy" not in doors or not all_ratios:
         other = next((s for s in compared if not s.same_bits), None)
@@ -209,8 +216,12 @@ def _through(
 
 def _fp32_findings(seen: Sequence[Seen], limit: float) -> list[Finding]:
     return [
-        Finding(reason=Reason.FP32_LINE, case=s.case.name, units=s.far_from_fp32 / limit,
-                text=f"|out - fp32 reference| reaches {s.far_from_fp32:.3g}, limit {limit:g}")  # fmt: skip
+        Finding(
+            reason=Reason.FP32_LINE,
+            case=s.case.name,
+            units=s.far_from_fp32 / limit,
+            text=f"|out - fp32 reference| reaches {s.far_from_fp32:.3g}, limit {limit:g}",
+        )  # fmt: skip
         for s in seen
         if s.candidate is not None and not s.far_from_fp32 <= limit
     ]

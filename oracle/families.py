@@ -27,18 +27,41 @@ class Family:
         return self.q_heads // self.kv_heads
 
 
-def _family(name: str, heads: tuple[int, int], dims: int | tuple[int, int], source: str, *, scale: float | None = None,
-            window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: bool = False, causal: bool = True) -> Family:
+def _family(
+    name: str,
+    heads: tuple[int, int],
+    dims: int | tuple[int, int],
+    source: str,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: bool = False,
+    causal: bool = True,
+) -> Family:
     d, dv = dims if isinstance(dims, tuple) else (dims, dims)
-    return Family(name=name, q_heads=heads[0], kv_heads=heads[1], head_dim=d, head_dim_v=dv, causal=causal, window=window,
-                  scale=d**-0.5 if scale is None else scale, softcap=softcap, sinks=sinks, source=source)
+    return Family(
+        name=name,
+        q_heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=d,
+        head_dim_v=dv,
+        causal=causal,
+        window=window,
+        scale=d**-0.5 if scale is None else scale,
+        softcap=softcap,
+        sinks=sinks,
+        source=source,
+    )
 
 
 _ROWS = (
     _family("gemma4-global", (32, 4), 512, "Gemma 4 31B, global layers: q and k RMS-normed, unscaled", scale=1.0),
     _family("gemma4-sliding", (32, 16), 256, "Gemma 4 31B, sliding layers", scale=1.0, window=(1023, 0)),
     _family("gemma3", (8, 4), 256, "Gemma 3 4B, sliding layers", scale=256**-0.5, window=(1023, 0)),
-    _family("gemma2", (16, 8), 256, "Gemma 2 9B, sliding layers: logits capped at 50", scale=256**-0.5, window=(4095, 0), softcap=50.0),
+    _family(
+        "gemma2", (16, 8), 256, "Gemma 2 9B, sliding layers: logits capped at 50", scale=256**-0.5, window=(4095, 0), softcap=50.0
+    ),
     _family("llama3", (32, 8), 128, "Llama 3 8B"),
     _family("qwen2-0.5b", (14, 2), 64, "Qwen2 0.5B: seven query heads a kv head"),
     _family("smollm2", (9, 3), 64, "SmolLM2 135M"),

@@ -81,7 +81,9 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     q = _queries(case, material.q, fill)
     out, live_out = _output(case, writes_padding) if case.give_out else (None, None)
     plan_q = torch.cat([material.cu_q, torch.full((case.padded_seqs,), -(10**7), dtype=torch.int64)])
-    plan_k = torch.cat([torch.tensor(case.kv_lens, dtype=torch.int64), torch.full((case.padded_seqs,), -(10**7), dtype=torch.int64)])
+    plan_k = torch.cat(
+        [torch.tensor(case.kv_lens, dtype=torch.int64), torch.full((case.padded_seqs,), -(10**7), dtype=torch.int64)]
+    )
     f = case.family
     call = Call(
         q=q, k_cache=k_cache, v_cache=v_cache, cu_seqlens_q=plan_q.int(), seqused_k=plan_k.int(), page_table=table,

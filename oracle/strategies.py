@@ -9,6 +9,7 @@ ends at one sequence of one token with every option off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -75,7 +76,7 @@ def page_tables(draw: st.DrawFn, pages: Sequence[int], *, tail: str = "stale") -
 
     Shapes: table (batch, max_pages) int32, max_pages at least 1.
     """
-    spare, columns = draw(st.integers(1, 4)), max(1, *pages) + draw(st.integers(0, 2))
+    spare, columns = draw(st.integers(1, 4)), max([1, *pages]) + draw(st.integers(0, 2))
     bits = Bits(np.random.Philox(draw(st.integers(0, 2**32 - 1))))
     num_pages = sum(pages) + spare
     ids = bits.permutation(num_pages)
@@ -118,7 +119,7 @@ def _queries_and_keys(bits: Bits, q_shape: Shape, k_shape: Shape, kind: str, dev
         k = k[torch.from_numpy(bits.integers(min(3, len(k)), len(k)))]
     elif kind == "offset":
         q, k = 1 + q / 32, 1 + k / 32
-    return q * (0.0 if kind == "flat" else deviation * q_shape[-1] ** -0.5), k
+    return q * (0.0 if kind == "flat" else deviation / math.sqrt(q_shape[-1])), k
 
 
 def _values(bits: Bits, shape: Shape, kind: str) -> Tensor:
@@ -196,9 +197,15 @@ class _Drawn:
         pools = [_finish(x, live, self.tail, self.dtypes[1]).view(num_pages, self.page_size, self.heads, -1) for x in (k, v)]
         k_cache, v_cache = _lay_out(pools[0], pools[1], self.layout)
         return Call(
-            q=_finish(q, torch.arange(len(q)) < live_q, self.tail, self.dtypes[0]), k_cache=k_cache, v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=table, softmax_scale=softmax_scale,
-            num_seqs=live_seqs if self.dead else None, **given,
+            q=_finish(q, torch.arange(len(q)) < live_q, self.tail, self.dtypes[0]),
+            k_cache=k_cache,
+            v_cache=v_cache,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=seqused_k,
+            page_table=table,
+            softmax_scale=softmax_scale,
+            num_seqs=live_seqs if self.dead else None,
+            **given,
         )
 
 

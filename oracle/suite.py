@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from covertable import make
@@ -33,7 +34,19 @@ MASKS: dict[str, tuple[bool, tuple[int, int]]] = {  # causal, window
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16", "fp32", "e4m3"),
-    "dims": ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (512, 512), (192, 128), (128, 64), (64, 128), (40, 40), (576, 512)),
+    "dims": (
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (256, 256),
+        (512, 512),
+        (192, 128),
+        (128, 64),
+        (64, 128),
+        (40, 40),
+        (576, 512),
+    ),
     "group": (1, 2, 4, 5, 6, 7, 8, 12, 16),
     "kv_heads": (1, 2, 3, 4, 8),
     "page_size": (1, 8, 16, 32, 64, 128, 256),
@@ -47,6 +60,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "padded_seqs": (0, 3),
     "give_out": (True, False),
 }
+EXTENTS: dict[str, tuple[int, int]] = {  # geometry -> (query rows, sequences), for keeping a case's cost in bounds
+    "decode-20": (20, 20), "decode-70": (70, 70), "prefill": (128, 1), "prefill-129+": (160, 1), "speculative": (18, 4),
+    "mixed": (55, 6), "single": (1, 1), "short": (46, 4),
+}  # fmt: skip
+MOST_WORK = 1.2e9  # query-key pairs times heads times dims of one case
+MOST_POOL = 1.2e7  # elements of one case's page pool
 ELEMENTS = 5_000_000  # judged output elements at least
 SHARE, CONFIDENCE = 0.01, 0.99  # each case meets a fault on this share of (row, head) pairs with this probability
 PROFILES = ("default", "quick", "deep")
@@ -89,7 +108,7 @@ def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()
     if profile == "quick":
         cases = _tenth(grid, fits)
     else:
-        cases = _with_rows(fits + grid + _twins(grid))
+        cases = _with_rows(_cheapest_first(fits + grid, _twins(grid)))
     return Suite(profile=profile, seed=seed, families=tuple(families), cases=tuple(cases), skipped=tuple(skipped))
 
 
@@ -138,12 +157,55 @@ def _dims_declared(scope: Scope, dims: tuple[int, int]) -> bool:
 def _grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | None) -> list[Case]:
     """The covering array: every pair of values of two factors stands in some case."""
     rows = make(factors, strength=2, salt=f"{seed}/{draw}")
+    if family is None:
+        rows = _within_means(rows, factors)
     classes = list(INPUT_CLASSES)
     prefix = f"{family.name}/" if family else ""
     return [
         _case(row, f"{prefix}pair-{draw}{i:03d}", seed, family, classes[(i + draw * 7) % len(classes)])
         for i, row in enumerate(rows)
     ]
+
+
+def _within_means(rows: list[dict[str, Any]], factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """The rows that a suite of a hundred cases can afford, and for each other row smaller ones that hold its pairs.
+
+    A row that is too large is taken apart: its shape as a single query, and its geometry with few heads and with small ones.
+    """
+    kept = [row for row in rows if _affordable(row)]
+    seen = set().union(*map(_value_pairs, kept)) if kept else set()
+    small = {name: min(factors[name], key=size) for name, size in _SIZES.items()}
+    for row in rows:
+        for cheaper in (
+            row,
+            row | {"geometry": small["geometry"]},
+            row | {name: small[name] for name in ("group", "kv_heads")},
+            row | {name: small[name] for name in ("dims", "mask", "page_size", "layout")},
+        ):
+            if (new := _value_pairs(cheaper) - seen) and _affordable(cheaper):
+                kept.append(cheaper)
+                seen |= new
+    return kept
+
+
+_SIZES: dict[str, Callable[[Any], Any]] = {
+    "geometry": lambda name: EXTENTS[name][0], "group": lambda n: n, "kv_heads": lambda n: n, "dims": sum,
+    "mask": lambda name: MASKS[name][1][0], "page_size": lambda n: n, "layout": lambda name: name == "layers-in-page",
+}  # fmt: skip
+
+
+def _value_pairs(row: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return set(combinations(sorted(row.items(), key=lambda item: item[0]), 2))
+
+
+def _affordable(row: dict[str, Any]) -> bool:
+    rows, sequences = EXTENTS[row["geometry"]]
+    reach = max(200, MASKS[row["mask"]][1][0] + 70)
+    (d, dv), kv_heads = row["dims"], row["kv_heads"]
+    slots = 2 * sequences * max(row["page_size"], reach // 2 if sequences > 1 else reach)
+    layers = 3 if row["layout"] == "layers-in-page" else 1
+    pool = slots * kv_heads * 2 * max(d, dv) * layers
+    return bool(rows * reach * row["group"] * kv_heads * (d + dv) <= MOST_WORK and pool <= MOST_POOL)
 
 
 def _case(row: dict[str, Any], name: str, seed: int, family: Family | None, inputs: str) -> Case:
@@ -185,18 +247,22 @@ def _family_cases(scope: Scope, seed: int, families: Sequence[str]) -> list[Case
         chosen = [(able[(i + i // len(classes)) % len(able)] if len(able) % len(classes) == 0 else able[i % len(able)],
                    classes[i % len(classes)]) for i in range(count)]  # fmt: skip
     unable = [f for f in FAMILIES.values() if f not in able and not named]
-    return [_family_case(f, inputs, scope, seed) for f, inputs in chosen] + [_family_case(f, "randn", scope, seed) for f in unable]
+    first = {f.name: inputs for f, inputs in reversed(chosen)}
+    cases = [_family_case(f, inputs, scope, seed, whole=first[f.name] == inputs) for f, inputs in chosen]
+    return cases + [_family_case(f, "randn", scope, seed) for f in unable]
 
 
-def _family_case(family: Family, inputs: str, scope: Scope, seed: int) -> Case:
+def _family_case(family: Family, inputs: str, scope: Scope, seed: int, *, whole: bool = True) -> Case:
+    """A mixed batch of the family; `whole` puts a wide window's edge inside, which one case of the family does."""
     name = f"{family.name}/{inputs}"
-    reach = _reach(family)
+    reach = _reach(family) if whole else min(_reach(family), 400)
     wide = family.q_heads * family.head_dim >= 4096
     q_lens, kv_lens = ((1, 0, 9, 4), (reach, 5, 70, 33)) if wide else ((1, 0, 40, 6), (reach, 5, 130, 70))
     page_size = next((p for p in (16, 64) if p in scope.record.page_sizes), scope.record.page_sizes[0])
     dtype = "bf16" if "bf16" in scope.record.dtypes else scope.record.dtypes[0]
     return Case(
-        name=name, family=family, dtype=dtype, q_lens=q_lens, kv_lens=kv_lens, page_size=page_size, layout="layers-in-page",
+        name=name, family=family, dtype=dtype, q_lens=q_lens, kv_lens=kv_lens, page_size=page_size,
+        layout="layers-in-page" if family.kv_heads * family.head_dim <= 1024 else "kv-in-page",
         inputs=inputs, sinks="small" if family.sinks else "none", seed=case_seed(seed, name),
     )  # fmt: skip
 
@@ -212,16 +278,30 @@ def _long_cases(seed: int) -> list[Case]:
         for i, inputs in enumerate(classes):
             name = f"long-{label}/{inputs}"
             cases.append(
-                Case(name=name, family=LONG_FAMILY, q_lens=q_lens, kv_lens=kv_lens, page_size=16 if i % 2 else 64,
-                     inputs=inputs, seed=case_seed(seed, name))  # fmt: skip
+                Case(
+                    name=name,
+                    family=LONG_FAMILY,
+                    q_lens=q_lens,
+                    kv_lens=kv_lens,
+                    page_size=16 if i % 2 else 64,
+                    inputs=inputs,
+                    seed=case_seed(seed, name),
+                )  # fmt: skip
             )
     return cases
 
 
 def _promised_cases(seed: int) -> list[Case]:
     return [
-        Case(name=f"promised/{inputs}/{dtype}", family=LONG_FAMILY, dtype=dtype, q_lens=(60,), kv_lens=(300,), inputs=inputs,
-             seed=case_seed(seed, inputs))  # fmt: skip
+        Case(
+            name=f"promised/{inputs}/{dtype}",
+            family=LONG_FAMILY,
+            dtype=dtype,
+            q_lens=(60,),
+            kv_lens=(300,),
+            inputs=inputs,
+            seed=case_seed(seed, inputs),
+        )  # fmt: skip
         for inputs, dtype in (("tiny-v", "bf16"), ("tiny-v", "fp16"), ("logits-1e36", "bf16"))
         if inputs in PROMISED_CLASSES
     ]
@@ -236,15 +316,28 @@ def _captured_cases(seed: int, families: Sequence[str]) -> list[Case]:
         for label, q_len in (("prefill", 96), ("decode", 1)):
             name = f"captured/{file.removesuffix('.safetensors')}/{label}"
             cases.append(
-                Case(name=name, family=FAMILIES[family], q_lens=(q_len,), kv_lens=(tokens,), inputs="captured",
-                     captured=file, seed=case_seed(seed, name))  # fmt: skip
+                Case(
+                    name=name,
+                    family=FAMILIES[family],
+                    q_lens=(q_len,),
+                    kv_lens=(tokens,),
+                    inputs="captured",
+                    captured=file,
+                    seed=case_seed(seed, name),
+                )  # fmt: skip
             )
     return cases
 
 
-def _twins(grid: list[Case]) -> list[Case]:
+def _cheapest_first(cases: list[Case], twins: dict[str, Case]) -> list[Case]:
+    """Cheap cases first, so that a fault shows within seconds and on a small case; a twin right after its original."""
+    ordered = sorted(cases, key=_work)
+    return [c for case in ordered for c in ((case, twins[case.name]) if case.name in twins else (case,))]
+
+
+def _twins(grid: list[Case]) -> dict[str, Case]:
     """The shapes of a few cases again, with other data and another page table: sees what a kernel keeps between calls."""
-    return [replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in grid[:: max(1, len(grid) // 6)][:6]]
+    return {c.name: replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in grid[:: max(1, len(grid) // 6)][:6]}
 
 
 def _with_rows(cases: list[Case]) -> list[Case]:
@@ -273,10 +366,14 @@ def _tenth(grid: list[Case], structured: list[Case]) -> list[Case]:
         chosen.append(best)
         seen |= _features(best)
         small.remove(best)
-    families = [c for c in structured if "/" in c.name and c.inputs in ("needle", "ones-v", "first-token") and _work(c) <= 6e7][:3]
+    families = [c for c in structured if "/" in c.name and c.inputs in ("needle", "ones-v", "first-token") and _work(c) <= 6e7][
+        :3
+    ]
     real = [c for c in structured if c.captured and c.name.endswith("decode")][:1]
     twin = [replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in chosen[:1]]
-    return [replace(c, rows=max(8, -(-rows_needed(SHARE, CONFIDENCE) // c.family.q_heads))) for c in families + real + chosen + twin]
+    return [
+        replace(c, rows=max(8, -(-rows_needed(SHARE, CONFIDENCE) // c.family.q_heads))) for c in families + real + chosen + twin
+    ]
 
 
 def _work(case: Case) -> float:

@@ -75,7 +75,9 @@ def prepare(case: Case, record: Record) -> Prepared:
     """The inputs and the exact answer of `case`, bounded by the contract of `record`."""
     made = material(case)
     laid = lay_out(case, made, fill=Fill.STALE, salt=0, writes_padding=record.writes_padding)
-    truth = tell(without_fill(laid), sample_rows(case, case.rows or 40), contract_of(record, case), qk_block=record.precision.qk_block)
+    truth = tell(
+        without_fill(laid), sample_rows(case, case.rows or 40), contract_of(record, case), qk_block=record.precision.qk_block
+    )
     return Prepared(case=case, material=made, laid=laid, truth=truth)
 
 
@@ -127,7 +129,11 @@ class Trial:
         incumbent, same_bits = self._compare(prepared, base)
         far = 0.0
         if self._fp32 is not None:
-            far = float((out.float() - self._fp32(call)[: out.shape[0]].cpu()).abs().nan_to_num(float("inf")).max()) if live else 0.0
+            far = (
+                float((out.float() - self._fp32(call)[: out.shape[0]].cpu()).abs().nan_to_num(float("inf")).max())
+                if live
+                else 0.0
+            )
         if len(self._first) < RETURNS and not findings:
             self._first.append((prepared, base))
         return Seen(case=case, candidate=measured, incumbent=incumbent, same_bits=same_bits, findings=tuple(findings), fills=fills,
@@ -159,12 +165,18 @@ class Trial:
 
     def _measured_findings(self, case: Case, m: Measured) -> Iterator[Finding]:
         if m.not_finite:
-            yield _finding(Reason.NOT_FINITE, case, f"{m.not_finite} of {m.elements} judged elements are NaN or inf; the first: {_at(case, m.worst)}")
+            yield _finding(
+                Reason.NOT_FINITE,
+                case,
+                f"{m.not_finite} of {m.elements} judged elements are NaN or inf; the first: {_at(case, m.worst)}",
+            )
         elif not m.worst.units <= 1.0:
             yield _finding(Reason.ERROR, case, f"e = {m.worst.units:.3g} at {_at(case, m.worst)}", m.worst.units)
         if m.worst_lse is not None and not m.worst_lse.units <= 1.0:
             if not (m.fits_after or self._record.precision.row_sum == "after") or not m.worst_lse_after <= 1.0:
-                yield _finding(Reason.LSE, case, f"e_lse = {m.worst_lse.units:.3g} at {_at(case, m.worst_lse)}", m.worst_lse.units)
+                yield _finding(
+                    Reason.LSE, case, f"e_lse = {m.worst_lse.units:.3g} at {_at(case, m.worst_lse)}", m.worst_lse.units
+                )
         if m.empty_rows_wrong:
             text = f"{m.empty_rows_wrong} rows without keys: expected output 0 and LSE -inf (with a sink: the sink)"
             yield _finding(Reason.EMPTY_ROW, case, text)
@@ -173,7 +185,9 @@ class Trial:
         """Canaries and inputs after a call."""
         findings = []
         if returned.out_storage is not None and (broken := laid.canaries_broken(returned.out_storage)):
-            findings.append(_finding(Reason.CANARY, case, f"{broken} bytes of `out` past the plan were written ({laid.fill} fill)"))
+            findings.append(
+                _finding(Reason.CANARY, case, f"{broken} bytes of `out` past the plan were written ({laid.fill} fill)")
+            )
         if returned.changed_inputs:
             names = ", ".join(returned.changed_inputs)
             findings.append(_finding(Reason.INPUT_WRITTEN, case, f"the call changed its inputs: {names}"))

@@ -48,7 +48,7 @@ class Exact:
     lse_after: Tensor  # LSE of a row sum over rounded p exp-ed from the row's own maximum; NaN for rows over SHORT keys
     top: Tensor  # m, the largest logit or the sink
     a2: Tensor  # sqrt(sum p_j a_j^2)
-    a_max: Tensor  # max a_j
+    a_max: Tensor  # a bound on max a_j
     k_peak: Tensor  # sigma |q| sqrt(sum p_j max|k|^2), max over the tokens that share a quantisation scale with key j
     q_peak: Tensor  # a2 max|q| / |q|, max over the queries that share a quantisation scale
     b1: Tensor  # sum p_j sigma norm(q o k_j)
@@ -68,12 +68,27 @@ class Exact:
 
 
 PER_ELEMENT = ("out", "v1", "v2", "v2g", "spread", "slope", "prefix", "w1", "v_max")
-PER_ROW = ("lse", "lse_after", "top", "a2", "a_max", "k_peak", "q_peak", "b1", "s1", "s2", "g1", "g2", "s_max", "s_range", "p2", "p2g")
+PER_ROW = (
+    "lse",
+    "lse_after",
+    "top",
+    "a2",
+    "a_max",
+    "k_peak",
+    "q_peak",
+    "b1",
+    "s1",
+    "s2",
+    "g1",
+    "g2",
+    "s_max",
+    "s_range",
+    "p2",
+    "p2g",
+)
 
 
-def attend(
-    call: Call, rows: Tensor, u_p: float, *, every_tie: bool = False, smooth_k: bool = False, qk_block: int = 1
-) -> Exact:
+def attend(call: Call, rows: Tensor, u_p: float, *, every_tie: bool = False, smooth_k: bool = False, qk_block: int = 1) -> Exact:
     """The exact answer of `call` at the packed query rows `rows` (R,) int64, all heads, with the bound's ingredients.
 
     `u_p` is the unit roundoff of the format that P is rounded to: p closer than u_p/8 count as equal in `v2g` and `p2g`.
@@ -242,14 +257,17 @@ class _Chunk:
         fields["p2"] = p_squared.sum(-1).sqrt()
         fields |= self._values(p, pe, p_squared, m, mass)
         fields["w1"] = fields["w1"] * inverse.unsqueeze(-1)
-        log2p = e.add_(inverse.log().unsqueeze(-1)).mul_(math.log2(math.e))
         fields["p2g"], fields["v2g"] = grouped_norms(
-            p, log2p, u_p, fields["p2"], fields["v2"], fields["out"], lambda head: self._load(self.call.v_cache, 0, e.shape[-1])[head],
-            every_tie=every_tie,
+            p, e, u_p, fields["p2"], fields["v2"], fields["out"], self._all_values, every_tie=every_tie
         )
         for name in PER_ELEMENT:
-            fields[name] = fields[name] * self.v_scale if name == "out" or name == "slope" else fields[name] * self.v_scale.abs()
+            signed = name in ("out", "slope")
+            fields[name] = fields[name] * (self.v_scale if signed else self.v_scale.abs())
         return {name: self._unstack(value) for name, value in fields.items()}
+
+    def _all_values(self, head: int) -> Tensor:
+        """v of one of these kv heads over the whole range of keys, (keys, head_dim_v), without v_scale."""
+        return self._load(self.call.v_cache, 0, self.stop - self.start)[head]
 
     def _sum_after(self, w: Tensor, beside: Tensor, m: Tensor, u_p: float) -> Tensor:
         """m + ln(sum of the weights w rounded to the format of P), NaN for rows of more than SHORT keys or a wider format."""

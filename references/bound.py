@@ -99,30 +99,33 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     chain = head_dim / MMA + 2
     worst = WORST_CHAIN * head_dim
     linear = (3 + r.scales) * U32
-    quantised = QUANTISED * (
-        0.4247 * 2**0.5 * r.u_qk * x.b1 + r.qk_step / 12**0.5 * (x.k_peak**2 + x.q_peak**2).sqrt()
-    )
+    quantised = QUANTISED * (0.4247 * 2**0.5 * r.u_qk * x.b1 + r.qk_step / 12**0.5 * (x.k_peak**2 + x.q_peak**2).sqrt())
     u_acc_qk = 0.0 if r.qk_step else r.u_acc  # int8 products add up exactly in int32
 
     def logits(kappa: float, a: Tensor, g: Tensor, s: Tensor) -> Tensor:
-        return (kappa * u_acc_qk + r.u_product) * a + linear * g + 4 * U32 * x.s_max + tanh * s + quantised
+        return (kappa * u_acc_qk + r.u_product) * a + linear * g + tanh * s + quantised
 
-    eta = logits(chain, x.a2, x.g2, x.s2)
+    shift = 4 * U32 * x.s_max  # moves all keys of a tile alike
     eta_worst = logits(worst, x.a2, x.g2, x.s2)
-    eta_max = logits(worst, x.a_max, x.s_range, x.s_max)
+    eta_max = logits(worst, x.a_max, x.s_range, x.s_max) + shift
     growth = torch.exp(2 * eta_max.clamp(max=1.0)).unsqueeze(-1)
-    cap = 2 * x.v_max
+
+    def spread(eta: Tensor) -> Tensor:
+        # the moments inside eta carry sqrt(sum p) of the keys already; a shift does not, and beside a sink sum p is small
+        moved = eta.unsqueeze(-1) * x.spread + shift.unsqueeze(-1) * torch.minimum(x.spread, x.v1 + out)
+        return torch.minimum(growth * moved, 2 * x.v_max)
 
     u_numerator = (r.u_p**2 + r.u_v**2) ** 0.5 + r.u_product + 2 * r.eps_exp
     inverse_l = torch.exp(-(x.lse - x.top)).masked_fill(x.empty[:, None], 0.0).unsqueeze(-1)
     integer = r.p_step * inverse_l
     p_likely = LAMBDA * (u_numerator * x.v2g + integer * (n / 12).sqrt() * x.v_max)
     p_worst = u_numerator * x.v1 + integer / 2 * n * x.v_max
+    accumulated = WORST_CHAIN * n + 2 * torch.ceil(n / TILE) + 4
     steps = n / MMA + 2 * torch.ceil(n / TILE)
     absolute = r.a_p * x.w1 + r.a_out
     value_scale = U32 * (r.scales > 0) * out
 
-    spread_likely = torch.minimum(eta.unsqueeze(-1) * x.spread * growth, cap)
+    spread_likely = spread(logits(chain, x.a2, x.g2, x.s2))
     b = (1 + 2 * r.u_out) * (
         r.u_out * out
         + torch.minimum(p_likely, p_worst)
@@ -135,17 +138,18 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     )
     b_det = (1 + 2 * r.u_out) * (
         r.u_out * out
-        + torch.minimum(eta_worst.unsqueeze(-1) * x.spread * growth, cap)
-        + growth
-        * (p_worst + (WORST_CHAIN * n + 2 * torch.ceil(n / TILE) + 4) * r.u_acc * x.v1 + (n + 8) * U32 * out + value_scale + absolute)
+        + spread(eta_worst)
+        + growth * (p_worst + accumulated * r.u_acc * x.v1 + (n + 8) * U32 * out + value_scale + absolute)
     )
     lse_size = x.lse.abs().masked_fill(x.empty[:, None], 0.0)
     tail = 3 * U32 * (lse_size + x.s_max) + 2.0**-149
     likely = chain**0.5 * u_acc_qk * (3 * x.b1 + x.s1) + 3 * r.u_product * x.b1 + linear * x.g1 + 4 * U32 * x.s_max
     likely = likely + tanh * x.s1 + quantised
-    b_lse = 1.05 * (likely + 3 * r.eps_exp * x.p2g + 6 * n_row.sqrt() * U32 + tail)
+    # exp's error is a smooth function of its argument: near-equal logits share it, and it does not average out
+    b_lse = 1.05 * (likely + r.eps_exp + 6 * n_row.sqrt() * U32 + tail)
     after = 1.05 * (3 * r.u_p * x.p2g + integer.squeeze(-1) * 3 * (n_row / 12).sqrt())
-    b_lse_det = 1.05 * (eta_worst + r.eps_exp + n_row * U32 + tail) + 1.05 * r.sum_after * (r.u_p + integer.squeeze(-1) / 2 * n_row)
+    b_lse_det = 1.05 * (eta_worst + shift + r.eps_exp + n_row * U32 + tail)
+    b_lse_det = b_lse_det + 1.05 * r.sum_after * (r.u_p + integer.squeeze(-1) / 2 * n_row)
     dead = x.empty
     return Bound(
         b=b.masked_fill(dead[:, None, None], 0.0),
@@ -155,4 +159,3 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
         b_lse_det=torch.maximum(b_lse_det, b_lse).masked_fill(dead[:, None], 0.0),
         logit_share=(spread_likely / b).median(-1).values.nan_to_num(0.0),
     )
-

@@ -133,7 +133,8 @@ def _page_fault(
     prefix = kv_len - (cu[seq + 1] - cu[seq])[:, None]
     left = call.window_size[0]
     distance = _DISTANCE if left < 0 else min(_DISTANCE, left // 2 + 1)
-    start = torch.where(prefix >= distance, prefix - distance, kv_len // 2) // page_size * page_size
+    key = torch.where(prefix >= distance, prefix - distance, kv_len // 2)
+    start = key // page_size * page_size
     size = torch.minimum(kv_len - start, torch.tensor(page_size))
     place = index - start
     within = (place >= 0) & (place < size)
@@ -142,8 +143,9 @@ def _page_fault(
     if fault == "v-rolled":
         return index, torch.where(within, start + (place - 1) % size, index), None
     if fault == "k-rows-swapped":
-        swapped = torch.where(within & (place < 2) & (size >= 2), start + (1 - place), index)
-        return swapped, index, None
+        pair = (key - start) // 2 * 2  # the rows of the page that change places: this one and the next
+        swapped = torch.where((place - pair == 0) | (place - pair == 1), start + 2 * pair + 1 - place, index)
+        return torch.where(pair + 1 < size, swapped, index), index, None
     neighbour = torch.where(start >= page_size, -page_size, torch.where(start + 2 * page_size <= kv_len, page_size, 0))
     stale = torch.where(within, index + neighbour, index)
     return stale, stale, None

@@ -1,35 +1,39 @@
 """Keys of equal weight: their rounding errors are equal too, so they add before they are squared.
 
-docs/numerics.md, section 2.6: with P rounded to unit roundoff u_p, keys whose log2(p) fall into the same bin of width u_p/8
+docs/numerics.md, section 2.6: with P rounded to unit roundoff u_p, keys whose log2(p) round to the same bin of width u_p/8
 round alike.  V2g = sqrt(sum over bins (sum p_j v_j)^2) and P2g, the same with v = 1, take the place of V2 and P2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-OCTAVES = 32  # weights under 2^-32 share the last bin: n of them weigh (n 2^-32)^2, nothing beside 1/n
+OCTAVES = 32  # weights under 2^-32 of the heaviest share the last bin: n of them weigh (n 2^-32)^2, nothing beside 1/n
 STRUCTURAL = 1.2  # P2g/P2, ties of chance taken off, above which a row's ties are summed with their values
 
 
 def grouped_norms(
-    p: Tensor, log2p: Tensor, u_p: float, p2: Tensor, v2: Tensor, out: Tensor, values: Callable[[int], Tensor], *, every_tie: bool
+    p: Tensor, log_p: Tensor, u_p: float, p2: Tensor, v2: Tensor, out: Tensor, values: Callable[[int], Tensor], *, every_tie: bool
 ) -> tuple[Tensor, Tensor]:
-    """(P2g (heads, M), V2g (heads, M, dim_v)) of softmax rows p (heads, M, keys); `log2p` is overwritten.
+    """(P2g (heads, M), V2g (heads, M, dim_v)) of softmax rows p (heads, M, keys).
 
-    `values(head)` gives v (keys, dim_v) float64.  Where the ties are structural (many keys with exactly equal weight) V2g
-    is summed by groups; elsewhere the keys of a bin are together by chance, their v - out adds like independent numbers, and
-    V2g^2 = V2^2 + out^2 (P2g^2 - P2^2).
+    `log_p` is ln(p) but for a constant of each row; it is overwritten.  `values(head)` gives v (keys, dim_v) float64.  Where
+    the ties are structural (many keys with exactly equal weight) V2g is summed by groups; elsewhere the keys of a bin are
+    together by chance, their v - out adds like independent numbers, and V2g^2 = V2^2 + out^2 (P2g^2 - P2^2).
     """
     if p.shape[-1] == 0:
         return p2.clone(), v2.clone()
-    bins = log2p.mul_(8.0 / u_p).neg_().ceil_().clamp_(0.0, OCTAVES * 8.0 / u_p - 1)
-    p2g, chance = _grouped_weights(bins, p, u_p)
-    p2g = torch.maximum(p2g, p2)
+    # relative to the heaviest key, however much a sink outweighs it, and rounded, so that keys as heavy lie mid-bin
+    log_p.sub_(log_p.amax(-1, keepdim=True))
+    bins = log_p.mul_(-8.0 / (u_p * math.log(2.0))).round_().clamp_(0.0, OCTAVES * 8.0 / u_p - 1)
+    p2g, chance = _grouped_weights(bins, u_p)
+    heaviest = p.amax(-1)
+    p2g, chance = torch.maximum(p2g * heaviest, p2), chance * heaviest * heaviest
     v2g = (v2 * v2 + out * out * (p2g * p2g - p2 * p2).unsqueeze(-1)).sqrt_()
     structural = p2g * p2g - chance > STRUCTURAL**2 * p2 * p2
     if every_tie:
@@ -41,8 +45,8 @@ def grouped_norms(
     return p2g, v2g
 
 
-def _grouped_weights(bins: Tensor, p: Tensor, u_p: float) -> tuple[Tensor, Tensor]:
-    """(P2g, what chance alone would add to P2g^2): sums over bins, and over neighbouring bins.
+def _grouped_weights(bins: Tensor, u_p: float) -> tuple[Tensor, Tensor]:
+    """(P2g, what chance alone would add to P2g^2), the heaviest key at 1: sums over bins, and over neighbouring bins.
 
     In a smooth distribution of weights, two keys share a bin as often as they sit in neighbouring bins.
     """
@@ -56,11 +60,11 @@ def _grouped_weights(bins: Tensor, p: Tensor, u_p: float) -> tuple[Tensor, Tenso
     code = order.flatten()[start]
     weight = length * torch.exp2(code * (-u_p / 8.0))
     row = start // n
-    sums = p.new_zeros(p.shape[0] * p.shape[1])
+    sums = weight.new_zeros(bins.shape[0] * bins.shape[1])
     squares = sums.index_add(0, row, weight * weight)
     beside = (code[1:] == code[:-1] + 1) & (row[1:] == row[:-1])
     neighbours = sums.index_add(0, row[1:], torch.where(beside, weight[1:] * weight[:-1], 0.0))
-    return squares.sqrt_().view(p.shape[:2]), neighbours.view(p.shape[:2])
+    return squares.sqrt_().view(bins.shape[:2]), neighbours.view(bins.shape[:2])
 
 
 def _sorted(bins: Tensor) -> Tensor:

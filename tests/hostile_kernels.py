@@ -56,9 +56,8 @@ def exit_0(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> NoReturn:
     os._exit(0)
 
 
-def exit_later(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+def notes_its_pid(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     _note_pid(os.getpid())
-    threading.Timer(0.1, os._exit, (3,)).start()
     return q * 2
 
 

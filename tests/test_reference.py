@@ -16,7 +16,7 @@ from oracle.contract import Call, Precision
 from oracle.references import attention
 from oracle.references.attention import Exact, attend
 from oracle.references.bound import Bound, bound, roundoff
-from oracle.references.exact import disagreement, exact_row, sample_pairs, slack
+from oracle.references.exact import disagreement, exact_row, sample_pairs, slack, visible_keys
 from oracle.references.plan import live_rows
 from oracle.references.second import second_opinion
 from oracle.strategies import DTYPES, calls
@@ -36,7 +36,7 @@ ROOTS = ("d", "s2")
 P2G = 1e-3
 
 # B counts about ten roundings of fp32 beside everything else, and a double that holds the exact answer is already wrong by one
-# of 2^-29 of those, 1.9e-9: 1e-10 is what the largest error below comes to, not what can be promised.
+# of 2^-29 of those (1.9e-9): measured over 2500 calls, 6e-11 B of the output and 2e-10 B of the LSE.
 OF_B = 1e-9
 
 
@@ -135,10 +135,8 @@ def test_rows_without_keys(call: Call) -> None:
     rows = live_rows(call)
     exact = attend(call, rows, unit_roundoff(call))
     limits = bounds(call, exact)
-    second = second_opinion(call, u_p=unit_roundoff(call))
 
-    empty = second.p2.eq(0).all(1) & second.w1.eq(0).all(2).all(1)
-    assert bool((exact.empty | ~empty).all())
+    assert exact.empty.tolist() == [not visible_keys(call, row) for row in rows.tolist()]
     assert bool((exact.out[exact.empty] == 0).all())
     lse = torch.full_like(exact.lse, -torch.inf) if call.sinks is None else call.sinks.double().expand_as(exact.lse)
     assert torch.equal(exact.lse[exact.empty], lse[exact.empty])
@@ -153,10 +151,6 @@ def test_the_largest_partial_sum_lies_between_the_output_and_v1(call: Call) -> N
 
     assert bool((exact.prefix >= exact.out.abs() - rounding).all())
     assert bool((exact.prefix <= exact.v1 + rounding).all())
-
-
-BINS = pytest.mark.xfail(reason="weights under 2^-32 share the last bin")
-SINK = pytest.mark.xfail(reason="4 u32 S acts through D, which is sqrt(sum p) of the keys, where V1 + |o| is sum p")
 
 
 def under_a_sink(above: float) -> tuple[Call, Tensor]:
@@ -181,7 +175,7 @@ def under_a_sink(above: float) -> tuple[Call, Tensor]:
     [
         0.0,
         10.0,
-        pytest.param(25.0, marks=SINK),
+        25.0,
     ],
 )
 def test_the_bound_keeps_its_size_under_a_dominant_sink(above: float) -> None:
@@ -194,7 +188,7 @@ def test_the_bound_keeps_its_size_under_a_dominant_sink(above: float) -> None:
     assert float(error.square().mean().sqrt()) >= 0.09
 
 
-@pytest.mark.parametrize("above", [0.0, 10.0, pytest.param(25.0, marks=BINS)])
+@pytest.mark.parametrize("above", [0.0, 10.0, 25.0])
 def test_ties_are_told_apart_under_a_dominant_sink(above: float) -> None:
     """V2g of random keys, no two of equal weight, is V2 but for ties of chance."""
     call, _ = under_a_sink(above)

@@ -27,7 +27,7 @@ floats32 = st.floats(width=32, allow_nan=False)
 floats64 = st.floats(allow_nan=False) | floats32  # hypothesis draws subnormals, infinities and both zeros
 narrow = pytest.mark.parametrize("name", list(FORMATS))
 
-# format of the result, bits of its significand, smallest normal, dtype of the argument
+# the function, the bits of its significand, the dtype of its argument
 TRUNCATIONS: list[tuple[Callable[[Tensor], Tensor], int, torch.dtype]] = [
     (truncate_to_fp32, 24, torch.float64),
     (truncate_to_fp22, 14, torch.float32),
@@ -129,9 +129,7 @@ def test_truncation_goes_to_the_next_number_toward_zero(
 @truncating
 @drawn
 @given(x=floats64, y=floats64)
-def test_truncation_is_monotone(
-    truncate: Callable[[Tensor], Tensor], bits: int, dtype: torch.dtype, x: float, y: float
-) -> None:
+def test_truncation_is_monotone(truncate: Callable[[Tensor], Tensor], bits: int, dtype: torch.dtype, x: float, y: float) -> None:
     got = truncate(torch.tensor([min(x, y), max(x, y)], dtype=torch.float64).to(dtype))
 
     assert got[0] <= got[1]

@@ -7,7 +7,6 @@ trusted: replies are bounded in size and checked field by field, and no object i
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -28,11 +27,12 @@ _LOG_LINES = 30
 
 
 class Child:
-    """A running process that has loaded, or is loading, one kernel.  After a Failure only `close` may be called."""
+    """A running process that has loaded, or is loading, one kernel.  After a Failure it is good for nothing but `close`."""
 
     def __init__(
         self, target: str, *, device: str, memory_limit_bytes: int, threads: int, environment: Mapping[str, str]
     ) -> None:
+        """Started, in a session of its own, and not yet waited for."""
         self._target = target
         self._asked = 0  # requests sent; the process counts along
         with contextlib.ExitStack() as mine, contextlib.ExitStack() as its:
@@ -42,8 +42,7 @@ class Child:
             self._reply_fd, reply_fd = _pipe(reader=mine, writer=its)
             os.set_blocking(self._request_fd, False)
             self._log = mine.enter_context(tempfile.TemporaryFile())
-            # Appended to, so that it can be emptied between calls.
-            fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
+            _append(self._log.fileno())
             # The child finds the modules that are found here; what it starts gets the PYTHONPATH that was meant.
             here = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": str(threads)}
             fds = [self.arena.fd, request_fd, reply_fd]
@@ -176,6 +175,13 @@ class Child:
             # A process inside a hung driver outlives SIGKILL; nothing more can be done about it from here.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)
+
+
+def _append(fd: int) -> None:
+    """Every write to `fd` goes to the end of its file, so that the file can be emptied between calls."""
+    import fcntl  # here for the reason given in `Arena.create`
+
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def _pipe(*, reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:

@@ -13,10 +13,12 @@ import os
 import pkgutil
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 
 class KernelNotFound(ValueError):
@@ -75,8 +77,10 @@ def _is_path(place: str) -> bool:
 
 
 def _check_file(path: Path) -> None:
-    if path.is_file():
+    if path.is_file() and path.suffix == ".py":
         return
+    if path.is_file():
+        raise KernelNotFound(f"{path}: not a Python file; expected file.py:function")
     folder = path.parent
     if not folder.is_dir():
         raise KernelNotFound(f"{path}: no such file, and no folder {folder}")
@@ -84,20 +88,29 @@ def _check_file(path: Path) -> None:
     raise KernelNotFound(f"{path}: {'not a file' if path.exists() else 'no such file'}{near}")
 
 
+class _UncachedLoader(SourceFileLoader):
+    """Compiles the source that is there now: a bytecode cache goes by size and whole second, and two mutants may share both."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code = compile(self.get_data(self.path), self.path, "exec", dont_inherit=True)
+        assert isinstance(code, CodeType)
+        return code
+
+
 def _load_file(path: Path) -> ModuleType:
     _check_file(path)
     # A prefix, so that a kernel in torch.py does not become the module torch.
     name = "kernel_file_" + re.sub(r"\W", "_", path.stem)
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise KernelNotFound(f"{path}: not a Python file")
+    loader = _UncachedLoader(name, str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
+    assert spec is not None
     sys.path.append(str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException as e:
-        raise _import_error(str(path.resolve()), e) from e
+        raise _import_error(str(path), e) from e
     return module
 
 
@@ -117,18 +130,19 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _import_error(place: str, error: BaseException) -> KernelImportError:
-    """`error` in one line, with the last line of the kernel's own file, or else of any file, that led to it."""
+    """`error` in one line, with the last line outside installed packages, or else the last of any, that led to it."""
     if isinstance(error, SyntaxError) and error.filename:
         return KernelImportError(f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}")
     machinery = ("<frozen importlib", str(importlib.__file__), __file__)
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(machinery)]
-    own = [f for f in frames if f.filename == place] or frames
-    where = f"{own[-1].filename} line {own[-1].lineno}" if own else place
+    frames = [f for f in frames if not f.filename.startswith(installed)] or frames
+    where = f"{frames[-1].filename} line {frames[-1].lineno}" if frames else place
     return KernelImportError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _nearest(wrong: str, names: Iterable[str]) -> str:
-    """"; did you mean a or b?", or the names themselves where none is near and they are few."""
+    """ "; did you mean a or b?", or the names themselves where none is near and they are few."""
     there = sorted(set(names))
     if near := difflib.get_close_matches(wrong, there, n=3):
         return f"; did you mean {' or '.join(near)}?"

@@ -4,8 +4,9 @@
     description = process.describe()
     returned = process.call(call, timeout_s=60)
 
-Nothing that the kernel does reaches the parent: a crash, an endless loop, an exhausted memory or a forged answer is a
-`Failure`, and the next call runs in a fresh process.
+Nothing that the kernel does to its process reaches the parent: a crash, an endless loop, an exhausted memory or a forged
+answer is a `Failure`, and the next call runs in a fresh process.  This is no sandbox: the kernel runs as the same user, with
+the same files and the same network.
 """
 
 from __future__ import annotations
@@ -211,22 +212,20 @@ def _contiguous(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSp
     return TensorSpec(at=at, nbytes=nbytes, dtype=dtype_name(dtype), shape=shape, strides=strides, offset=0)
 
 
-def _call(
-    child: Child, kernel: Description, call: Call, timeout_s: float, want_lse: bool
-) -> Returned | Failure:
+def _call(child: Child, kernel: Description, call: Call, timeout_s: float, want_lse: bool) -> Returned | Failure:
     request = _request(kernel, call, want_lse)
     arena = child.arena
     arena.reserve(request.nbytes)
     request.packing.write(arena)
     for spec in request.results.values():
-        arena.span(spec.at, spec.nbytes).fill_(0xFF)  # NaN: a result that is not written must not be that of an earlier call
+        arena.blank(spec.at, spec.nbytes)  # a result that is not written must not be that of an earlier call
     reply = child.ask(request.message | {"arena_nbytes": arena.nbytes}, timeout_s)
     if isinstance(reply, Failure):
         return reply
     # Private copies before anything is looked at: the kernel's threads may still be writing.
-    own = {name: arena.span(spec.at, spec.nbytes).clone() for name, spec in request.results.items()}
+    own = {name: arena.copy(spec.at, spec.nbytes) for name, spec in request.results.items()}
     if given := request.packing.specs.get("out"):
-        own["out"] = arena.span(given.at, given.nbytes).clone()
+        own["out"] = arena.copy(given.at, given.nbytes)
     seconds = reply.get("seconds")
     if type(seconds) is not float or not (math.isfinite(seconds) and seconds >= 0):
         return child.failure(FailureKind.TAMPERED, f"its reply has seconds = {seconds!r:.80}, expected a time")

@@ -7,7 +7,6 @@ SIGBUS in the parent.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Mapping
@@ -75,10 +74,14 @@ class Arena:
 
     @classmethod
     def create(cls) -> Arena:
-        """An empty arena, that can grow but never shrink."""
+        """A small arena, that can grow but never shrink."""
+        import fcntl  # here, so that elsewhere than on Linux the package can be imported, to say that it needs Linux
+
         fd = os.memfd_create("oracle-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return cls(fd)
+        arena = cls(fd)
+        arena.reserve(1)  # an empty file cannot be mapped
+        return arena
 
     def reserve(self, nbytes: int) -> None:
         """At least `nbytes` bytes are there, backed by memory.  Raises MemoryError where the machine has not so many."""
@@ -97,6 +100,22 @@ class Arena:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._mapped(), dtype=torch.uint8, count=nbytes, offset=at)
+
+    # The parent copies by memoryview: torch would share the work among threads, which on a busy machine wait for one another.
+
+    def put(self, at: int, own: Tensor) -> None:
+        """The arena holds the bytes of `own` (nbytes,) uint8 at `at`."""
+        memoryview(self._mapped())[at : at + own.numel()] = own.numpy().data
+
+    def blank(self, at: int, nbytes: int) -> None:
+        """Bytes at..at+nbytes are 255, which is NaN in every floating-point format."""
+        memoryview(self._mapped())[at : at + nbytes] = b"\xff" * nbytes
+
+    def copy(self, at: int, nbytes: int) -> Tensor:
+        """Bytes at..at+nbytes, private: (nbytes,) uint8."""
+        own = torch.empty(nbytes, dtype=torch.uint8)
+        own.numpy().data[:] = memoryview(self._mapped())[at : at + nbytes]
+        return own
 
     def same(self, at: int, pristine: Tensor) -> bool:
         """The arena holds the bytes of `pristine` (nbytes,) uint8 at `at`.
@@ -133,7 +152,7 @@ class Packing:
     def write(self, arena: Arena) -> None:
         """The arena holds every storage; it has room for them."""
         for at, own in self.storages.items():
-            arena.span(at, own.numel()).copy_(own)
+            arena.put(at, own)
 
     def changed(self, arena: Arena, written: str) -> tuple[str, ...]:
         """Names of the tensors, other than `written`, of which the arena holds other bytes than were put there.
@@ -146,7 +165,7 @@ class Packing:
         for at, own in self.storages.items():
             if own.numel() == 0 or (users := self._users(at, written)) == [] or arena.same(at, own):
                 continue
-            differs = arena.span(at, own.numel()).clone() != own
+            differs = arena.copy(at, own.numel()) != own
             hit = [name for name in users if bool(_element_bytes(differs, self.specs[name]).any())]
             names.update(hit if hit or at == free else users)
         return tuple(name for name in self.specs if name in names)

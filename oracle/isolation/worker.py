@@ -102,6 +102,7 @@ def _lower(limit: int, value: int) -> None:
 
 
 def load_kernel(target: str, device: str) -> tuple[Callable[..., object], ModuleType]:
+    """The kernel and its module, where this machine has the device.  Raises Refusal."""
     if device == "cuda" and not torch.cuda.is_available():
         raise Refusal(FailureKind.UNAVAILABLE, "device cuda: torch finds none on this machine")
     try:
@@ -113,6 +114,7 @@ def load_kernel(target: str, device: str) -> tuple[Callable[..., object], Module
 
 
 def describe(kernel: Callable[..., object], module: ModuleType) -> Message:
+    """The fields of a Description, but for the target.  Raises Refusal for a signature or a record that breaks the contract."""
     try:
         parameters = list(inspect.signature(kernel).parameters.values())
     except (TypeError, ValueError) as e:
@@ -205,6 +207,7 @@ def results(result: object, request: Message) -> dict[str, Any]:
 
 
 def check_result(name: str, value: object, spec: TensorSpec, device: str) -> None:
+    """Raises Refusal where `value` is not what `spec` says, on `device`."""
     expected = f"a {spec.dtype} tensor of shape {tuple(spec.shape)} on {device}"
     if not isinstance(value, Tensor):
         raise Refusal(FailureKind.WRONG_RESULT, f"{name}: returned {_kind(value)}, expected {expected}")
@@ -219,6 +222,7 @@ def _kind(value: object) -> str:
 
 
 def failure_message(error: BaseException) -> Message:
+    """The kind, text and traceback of a Failure, none longer than a reply may carry."""
     if isinstance(error, Refusal):
         cause = error.__cause__
         return {"kind": error.kind, "text": str(error)[:_MAX_TEXT], "traceback": _traceback(cause) if cause else ""}
@@ -230,9 +234,11 @@ def failure_message(error: BaseException) -> Message:
 
 
 def _traceback(error: BaseException) -> str:
-    """Without the frame of this module."""
-    below = error.__traceback__.tb_next if error.__traceback__ else None
-    return "".join(traceback.format_exception(type(error), error, below))[-_MAX_TEXT:]
+    """From the first frame that is the kernel's."""
+    frame, own = error.__traceback__, (os.path.dirname(__file__), "<frozen importlib")
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(own):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))[-_MAX_TEXT:]
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:
