@@ -5,6 +5,7 @@ The gate is green only if every verdict equals the expected one; an unexpected a
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 
@@ -26,26 +27,55 @@ _EMULATED = "oracle.kernels.emulated"
 
 KERNELS: dict[str, KernelRow] = {
     "emulator": KernelRow(
-        target=f"{_EMULATED}:textbook", about="a textbook flash kernel's arithmetic, emulated: the default incumbent", expect="accept",
+        target=f"{_EMULATED}:textbook",
+        about="a textbook flash kernel's arithmetic, emulated: the default incumbent",
+        expect="accept",
     ),
     "sdpa-flash": KernelRow(
-        target="oracle.kernels.torch_sdpa:sdpa_flash", about="torch's own CPU flash attention, behind an adapter", expect="accept",
+        target="oracle.kernels.torch_sdpa:sdpa_flash",
+        about="torch's own CPU flash attention, behind an adapter",
+        expect="accept",
         devices=("cpu",),
     ),
     "sdpa-math": KernelRow(
-        target="oracle.kernels.torch_sdpa:sdpa_math", about="torch's own unfused attention, behind an adapter", expect="accept",
+        target="oracle.kernels.torch_sdpa:sdpa_math",
+        about="torch's own unfused attention, behind an adapter",
+        expect="accept",
         devices=("cpu",),
     ),
     "triton-prefill-16": KernelRow(
-        target="oracle.kernels.triton_prefill:prefill_16", about="paged prefill and decode, 16-row query tiles: the incumbent",
-        expect="accept", needs="triton",
+        target="oracle.kernels.triton_prefill:prefill_16",
+        about="paged prefill and decode, 16-row query tiles: the incumbent",
+        expect="accept",
+        needs="triton",
     ),
     "triton-prefill-32": KernelRow(
-        target="oracle.kernels.triton_prefill:prefill_32", about="the same with 32-row query tiles: the candidate", expect="accept",
-        door="bits", against="triton-prefill-16", needs="triton",
+        target="oracle.kernels.triton_prefill:prefill_32",
+        about="the same with 32-row query tiles: the candidate",
+        expect="accept",
+        door="bits",
+        against="triton-prefill-16",
+        needs="triton",
     ),
     "triton-prefill-truncating": KernelRow(
-        target="oracle.kernels.triton_prefill:prefill_truncating", about="the same with P truncated to bf16: must be rejected",
-        expect="reject", reason="gain", needs="triton",
+        target="oracle.kernels.triton_prefill:prefill_truncating",
+        about="the same with P truncated to bf16: must be rejected",
+        expect="reject",
+        reason="gain",
+        needs="triton",
     ),
-}  # fmt: skip
+}
+
+
+def unavailable(row: KernelRow, device: str) -> str:
+    """Why this machine cannot run the kernel on `device`, in a few words, or "" where it can."""
+    if device not in row.devices:
+        return f"does not run on {device}"
+    if row.needs and importlib.util.find_spec(row.needs) is None:
+        return f"{row.needs} is not installed: pip install 'attention-oracle[{row.needs}]'"
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "no CUDA device here"
+    return ""

@@ -16,7 +16,7 @@ from torch import Tensor
 import oracle
 from oracle.cases import Case, read_cases
 from oracle.contract import OPTIONAL, REQUIRED, Call, Record
-from oracle.coverage import Exercised, coverage
+from oracle.coverage import Exercised, coverage, planned
 from oracle.doors import decide
 from oracle.errors import InputError
 from oracle.families import FAMILIES
@@ -30,7 +30,7 @@ from oracle.references.emulator import emulate
 from oracle.scope import Scope
 from oracle.suite import FACTORS, Suite, build
 from oracle.trial import ENOUGH, Prepared, Seen, Trial, prepared_ahead
-from oracle.verdict import Finding, Verdict
+from oracle.verdict import Coverage, Finding, Verdict
 
 EMULATOR = "emulator (textbook)"
 MEMORY_LIMIT = 8 << 30
@@ -88,8 +88,9 @@ def open_kernel(name: str, device: str) -> Candidate:
         )
     record = description.record or Record()
     named = frozenset(OPTIONAL if description.has_var_keyword else description.parameters)
-    return Candidate(name=name, process=process, description=description, record=record,
-                     scope=Scope(record=record, parameters=named))  # fmt: skip
+    return Candidate(
+        name=name, process=process, description=description, record=record, scope=Scope(record=record, parameters=named)
+    )
 
 
 def default_seed(source_sha256: str | None) -> int:
@@ -118,8 +119,13 @@ def _with_cases(suite: Suite, candidate: Candidate, cases: Sequence[Case]) -> Su
     """The user's cases first, then the suite."""
     refused = [(c, reason) for c in cases if (reason := candidate.scope.refuses(c)) is not None]
     taken = [c for c in cases if candidate.scope.refuses(c) is None]
-    return Suite(profile=suite.profile, seed=suite.seed, families=suite.families, cases=(*taken, *suite.cases),
-                 skipped=(*suite.skipped, *refused))  # fmt: skip
+    return Suite(
+        profile=suite.profile,
+        seed=suite.seed,
+        families=suite.families,
+        cases=(*taken, *suite.cases),
+        skipped=(*suite.skipped, *refused),
+    )
 
 
 def accept(asked: Asked, progress: Progress = lambda done, total, what: None) -> Verdict:
@@ -139,13 +145,31 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
     has_lse = "return_lse" in candidate.scope.parameters
     ran = [Exercised(case=s.case, fills=s.fills, has_lse=has_lse) for s in seen]
     verdict = decide(
-        candidate=asked.candidate, incumbent=asked.against or EMULATOR, named=bool(asked.against), record=candidate.record, seen=seen,
-        extra=extra, coverage=coverage(candidate.scope, suite, ran), doors=asked.doors, seed=suite.seed,
-        within_fp32=asked.within_fp32, incumbent_precision=other.record.precision if other else None,
+        candidate=asked.candidate,
+        incumbent=asked.against or EMULATOR,
+        named=bool(asked.against),
+        record=candidate.record,
+        seen=seen,
+        extra=extra,
+        coverage=coverage(candidate.scope, suite, ran),
+        doors=asked.doors,
+        seed=suite.seed,
+        within_fp32=asked.within_fp32,
+        incumbent_precision=other.record.precision if other else None,
         notes=[f"stopped after {ENOUGH} cases with findings: {stopped} cases were not run"] if stopped else [],
         environment=environment(asked, candidate, suite),
-    )  # fmt: skip
+    )
     return verdict
+
+
+def listed(asked: Asked) -> Coverage:
+    """What `accept` would cover, without judging anything."""
+    candidate = open_kernel(asked.candidate, asked.device)
+    try:
+        suite = plan(asked, candidate)
+        return coverage(candidate.scope, suite, planned(suite, "return_lse" in candidate.scope.parameters))
+    finally:
+        candidate.process.close()
 
 
 def _both(suite: Suite, other: Candidate) -> Suite:
@@ -171,10 +195,13 @@ def _run(
 ) -> tuple[list[Seen], list[Finding], int]:
     """(what each case showed, findings over all of them, cases not run)."""
     trial = Trial(
-        candidate.process, candidate.record, quick=suite.profile == "quick",
-        incumbent=None if other else textbook, other=other.process if other else None,
+        candidate.process,
+        candidate.record,
+        quick=suite.profile == "quick",
+        incumbent=None if other else textbook,
+        other=other.process if other else None,
         fp32=_fp32 if asked.within_fp32 is not None else None,
-    )  # fmt: skip
+    )
     seen: list[Seen] = []
     total = len(suite.cases)
     threads = torch.get_num_threads()

@@ -65,6 +65,20 @@ class Case:
         return sum(self.kv_lens)
 
 
+def captured_case(name: str, family: Family, tokens: int, dtype: str, file: str) -> Case:
+    """A case that reads the last tokens of a capture of `tokens` tokens, in `file` beside the case's own."""
+    return Case(
+        name=name,
+        family=family,
+        dtype=dtype,
+        q_lens=(min(96, tokens),),
+        kv_lens=(tokens,),
+        inputs="captured",
+        captured=file,
+        sinks="small" if family.sinks else "none",
+    )
+
+
 def case_seed(seed: int, name: str) -> int:
     """The seed of the case called `name` in a suite drawn with `seed`: cases do not share random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:6], "little")

@@ -86,15 +86,27 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
     if scope.record.finite_tails:
         unseen += ("NaN and inf fills are skipped: the record asks for finite values past the plan",)
     return Coverage(
-        cases=len(cases), elements=elements, rows=sum(judged), counts=counts, missing=tuple(missing),
-        skipped=dict(Counter(reason for _, reason in suite.skipped)), unseen=unseen,
-    )  # fmt: skip
+        cases=len(cases),
+        elements=elements,
+        rows=sum(judged),
+        counts=counts,
+        missing=tuple(missing),
+        skipped=dict(Counter(reason for _, reason in suite.skipped)),
+        unseen=unseen,
+    )
 
 
 def _able(scope: Scope, name: str) -> bool:
     f = FAMILIES[name]
-    case = Case(name=name, family=f, dtype=scope.record.dtypes[0], q_lens=(1,), kv_lens=(1,), page_size=scope.record.page_sizes[0],
-                sinks="small" if f.sinks else "none")  # fmt: skip
+    case = Case(
+        name=name,
+        family=f,
+        dtype=scope.record.dtypes[0],
+        q_lens=(1,),
+        kv_lens=(1,),
+        page_size=scope.record.page_sizes[0],
+        sinks="small" if f.sinks else "none",
+    )
     return scope.refuses(case) is None
 
 
@@ -129,8 +141,18 @@ def _pairs(scope: Scope, suite: Suite, cases: Sequence[Case]) -> int:
 def _values(c: Case) -> dict[str, object]:
     f = c.family
     return {
-        "dtype": c.cache_dtype or c.dtype, "dims": (f.head_dim, f.head_dim_v), "group": f.group, "kv_heads": f.kv_heads,
-        "page_size": c.page_size, "mask": (f.causal, f.window), "softcap": f.softcap, "sinks": c.sinks, "scales": c.scales,
-        "scale": "1/sqrt(d)" if f.scale == f.head_dim**-0.5 else str(f.scale), "geometry": len(c.q_lens), "layout": c.layout,
-        "padded_seqs": c.padded_seqs, "give_out": c.give_out,
-    }  # fmt: skip
+        "dtype": c.cache_dtype or c.dtype,
+        "dims": (f.head_dim, f.head_dim_v),
+        "group": f.group,
+        "kv_heads": f.kv_heads,
+        "page_size": c.page_size,
+        "mask": (f.causal, f.window),
+        "softcap": f.softcap,
+        "sinks": c.sinks,
+        "scales": c.scales,
+        "scale": "1/sqrt(d)" if f.scale == f.head_dim**-0.5 else str(f.scale),
+        "geometry": len(c.q_lens),
+        "layout": c.layout,
+        "padded_seqs": c.padded_seqs,
+        "give_out": c.give_out,
+    }

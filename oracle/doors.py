@@ -63,7 +63,8 @@ def slope_findings(seen: Sequence[Seen], record: Record) -> tuple[list[Finding],
             if share > nearest.get(name, (-1.0, found))[0]:
                 nearest[name] = (share, found)
             if share > 1.0:
-                text = f"{name} {found.beta:+.2e} on {inputs} inputs: z = {found.z:.1f} over {found.rows:.0f} effective rows, floor {floor:.1e}"
+                certainty = f"z = {found.z:.1f} over {found.rows:.0f} effective rows, floor {floor:.1e}"
+                text = f"{name} {found.beta:+.2e} on {inputs} inputs: {certainty}"
                 findings.append(Finding(reason=SLOPE_REASONS[name], case="", text=text, units=abs(found.beta) / floor))
     return findings, {
         name: {"beta": s.beta, "z": s.z, "effect": s.effect, "share_of_limit": share} for name, (share, s) in nearest.items()
@@ -97,9 +98,16 @@ def ratio(label: str, seen: Sequence[Seen], margin: float, seed: int) -> Ratio:
 
     value = float(statistic(mine, theirs))
     interval = bootstrap(
-        (mine, theirs), statistic, paired=True, vectorized=True, n_resamples=RESAMPLES, batch=100, confidence_level=0.9,
-        method="percentile", rng=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
+        (mine, theirs),
+        statistic,
+        paired=True,
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        batch=100,
+        confidence_level=0.9,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
     lower, upper = float(interval.low), float(interval.high)
     decide = None
     if lower <= margin < upper:
@@ -147,10 +155,21 @@ def figures(seen: Sequence[Seen], slopes: dict[str, dict[str, float]], record: R
 
 
 def decide(
-    *, candidate: str, incumbent: str, named: bool, record: Record, seen: Sequence[Seen], extra: Sequence[Finding],
-    coverage: Coverage, doors: Sequence[str], seed: int, within_fp32: float | None = None, incumbent_precision: Precision | None = None,
-    notes: Sequence[str] = (), environment: dict[str, Any] | None = None,
-) -> Verdict:  # fmt: skip
+    *,
+    candidate: str,
+    incumbent: str,
+    named: bool,
+    record: Record,
+    seen: Sequence[Seen],
+    extra: Sequence[Finding],
+    coverage: Coverage,
+    doors: Sequence[str],
+    seed: int,
+    within_fp32: float | None = None,
+    incumbent_precision: Precision | None = None,
+    notes: Sequence[str] = (),
+    environment: dict[str, Any] | None = None,
+) -> Verdict:
     """The verdict on everything that was seen.
 
     `named`: the incumbent was named by the user, so door 1 and the tighter margin apply.
@@ -174,19 +193,30 @@ def decide(
     else:
         all_ratios = ratios(seen, MARGIN_NAMED if named else MARGIN_EMULATOR, seed)
     return Verdict(
-        outcome=outcome, door=door, candidate=candidate, incumbent=incumbent, findings=tuple(ordered(findings)),
-        ratios=tuple(all_ratios), figures=figures(seen, nearest, record), coverage=coverage, notes=tuple(notes),
+        outcome=outcome,
+        door=door,
+        candidate=candidate,
+        incumbent=incumbent,
+        findings=tuple(ordered(findings)),
+        ratios=tuple(all_ratios),
+        figures=figures(seen, nearest, record),
+        coverage=coverage,
+        notes=tuple(notes),
         environment=environment or {},
-    )  # fmt: skip
+    )
 
 
 def _through(
-    all_ratios: Sequence[Ratio], record: Record, seen: Sequence[Seen], doors: Sequence[str], named: bool,
+    all_ratios: Sequence[Ratio],
+    record: Record,
+    seen: Sequence[Seen],
+    doors: Sequence[str],
+    named: bool,
     incumbent_precision: Precision | None,
-) -> tuple[str, Outcome, list[Finding]]:  # fmt: skip
+) -> tuple[str, Outcome, list[Finding]]:
     """Which door a safe kernel goes through: (door, outcome, findings where none)."""
     if looser_than_default(record.precision) and not (named and record.precision == incumbent_precision):
-        text = "its record promises looser arithmetic than the default: it needs --against a kernel of the same contract, or door drift"
+        text = "its record promises looser arithmetic than the default: it needs --against a kernel of the same contract"
         return "", Outcome.REJECT, [Finding(reason=Reason.LOOSER_CONTRACT, case="", text=text)]
     compared = [s for s in seen if s.same_bits is not None]
     if (
@@ -200,15 +230,24 @@ def _through(
         return "bits", Outcome.ACCEPT, []
     if "accuracy" not in doors or not all_ratios:
         other = next((s for s in compared if not s.same_bits), None)
-        text = f"safe, but not bit-identical to the incumbent{f' (first on {other.case.name})' if other else ''}; doors allowed: {', '.join(doors)}"
+        where = f" (first on {other.case.name})" if other else ""
+        text = f"safe, but not bit-identical to the incumbent{where}; doors allowed: {', '.join(doors)}"
         return "", Outcome.REJECT, [Finding(reason=Reason.NO_DOOR, case="", text=text)]
     worse = [r for r in all_ratios if not r.lower <= r.margin]
     if worse:
-        return "", Outcome.REJECT, [
-            Finding(reason=Reason.LESS_ACCURATE, case="", units=r.value,
-                    text=f"RMS e is {r.value:.3f} times the incumbent's on {r.label}: at least {r.lower:.3f}, margin {r.margin}")
-            for r in worse
-        ]  # fmt: skip
+        return (
+            "",
+            Outcome.REJECT,
+            [
+                Finding(
+                    reason=Reason.LESS_ACCURATE,
+                    case="",
+                    units=r.value,
+                    text=f"RMS e is {r.value:.3f} times the incumbent's on {r.label}: at least {r.lower:.3f}, margin {r.margin}",
+                )
+                for r in worse
+            ],
+        )
     if not all_ratios[0].upper <= all_ratios[0].margin:
         return "", Outcome.INCONCLUSIVE, []
     return "accuracy", Outcome.ACCEPT, []
@@ -221,7 +260,7 @@ def _fp32_findings(seen: Sequence[Seen], limit: float) -> list[Finding]:
             case=s.case.name,
             units=s.far_from_fp32 / limit,
             text=f"|out - fp32 reference| reaches {s.far_from_fp32:.3g}, limit {limit:g}",
-        )  # fmt: skip
+        )
         for s in seen
         if s.candidate is not None and not s.far_from_fp32 <= limit
     ]

@@ -73,8 +73,13 @@ def material(case: Case) -> Material:
         q=_rounded(_unscaled(q, q_scale, rows, case.family.group), TORCH_DTYPES[case.dtype]),
         k=_rounded(_unscaled(k, k_scale, lengths, 1), cache),
         v=_rounded(_unscaled(v, v_scale, lengths, 1), cache),
-        cu_q=offsets(case.q_lens), cu_k=offsets(case.kv_lens), sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+        cu_q=offsets(case.q_lens),
+        cu_k=offsets(case.kv_lens),
+        sinks=sinks,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
 
 def _drawn(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

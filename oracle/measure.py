@@ -58,8 +58,14 @@ class Sums:
     elements: int = 0
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(a=self.a + other.a, b=self.b + other.b, aa=self.aa + other.aa, ab=self.ab + other.ab,
-                    bb=self.bb + other.bb, elements=self.elements + other.elements)  # fmt: skip
+        return Sums(
+            a=self.a + other.a,
+            b=self.b + other.b,
+            aa=self.aa + other.aa,
+            ab=self.ab + other.ab,
+            bb=self.bb + other.bb,
+            elements=self.elements + other.elements,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +158,14 @@ def _worst(truth: Truth, units: Tensor, got: Tensor, want: Tensor, limit: Tensor
     row, rest = divmod(at, units.shape[1] * columns)
     head, column = divmod(rest, columns)
     return Worst(
-        units=float(units.flatten()[at]), row=int(truth.rows[row]), head=head, column=column if units.dim() == 3 else -1,
-        got=float(got.flatten()[at]), want=float(want.flatten()[at]), limit=float(limit.flatten()[at]),
-    )  # fmt: skip
+        units=float(units.flatten()[at]),
+        row=int(truth.rows[row]),
+        head=head,
+        column=column if units.dim() == 3 else -1,
+        got=float(got.flatten()[at]),
+        want=float(want.flatten()[at]),
+        limit=float(limit.flatten()[at]),
+    )
 
 
 def _refined(truth: Truth, call: Call, got: Tensor, e: Tensor) -> Tensor:
@@ -208,8 +219,14 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
     for name, g in (("gain", x.out), ("temperature", x.slope), ("bias", b)):
         weight = g * inverse
         a, bb = (scaled * weight).sum(-1), (weight * weight).sum(-1)
-        sums[name] = Sums(a=float(a.sum()), b=float(bb.sum()), aa=float((a * a).sum()), ab=float((a * bb).sum()),
-                          bb=float((bb * bb).sum()), elements=int(counted.sum()))  # fmt: skip
+        sums[name] = Sums(
+            a=float(a.sum()),
+            b=float(bb.sum()),
+            aa=float((a * a).sum()),
+            ab=float((a * bb).sum()),
+            bb=float((bb * bb).sum()),
+            elements=int(counted.sum()),
+        )
     return sums
 
 
@@ -220,5 +237,9 @@ def slope(sums: Sums) -> Slope:
     beta = sums.a / sums.b
     variance = max(0.0, sums.aa - 2 * beta * sums.ab + beta * beta * sums.bb)
     error = max(math.sqrt(variance) / sums.b, 1e-300)
-    return Slope(beta=beta, z=beta / error if beta else 0.0, effect=abs(beta) * math.sqrt(sums.b / max(1, sums.elements)),
-                 rows=sums.b * sums.b / sums.bb)  # fmt: skip
+    return Slope(
+        beta=beta,
+        z=beta / error if beta else 0.0,
+        effect=abs(beta) * math.sqrt(sums.b / max(1, sums.elements)),
+        rows=sums.b * sums.b / sums.bb,
+    )

@@ -86,11 +86,23 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     )
     f = case.family
     call = Call(
-        q=q, k_cache=k_cache, v_cache=v_cache, cu_seqlens_q=plan_q.int(), seqused_k=plan_k.int(), page_table=table,
-        softmax_scale=f.scale, causal=f.causal, window_size=f.window, softcap=f.softcap, sinks=material.sinks,
-        q_scale=material.q_scale, k_scale=material.k_scale, v_scale=material.v_scale,
-        num_seqs=batch if case.padded_seqs else None, out=out,
-    )  # fmt: skip
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cu_seqlens_q=plan_q.int(),
+        seqused_k=plan_k.int(),
+        page_table=table,
+        softmax_scale=f.scale,
+        causal=f.causal,
+        window_size=f.window,
+        softcap=f.softcap,
+        sinks=material.sinks,
+        q_scale=material.q_scale,
+        k_scale=material.k_scale,
+        v_scale=material.v_scale,
+        num_seqs=batch if case.padded_seqs else None,
+        out=out,
+    )
     return Laid(call=call, fill=fill, live_out=live_out)
 
 

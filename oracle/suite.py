@@ -61,9 +61,15 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "give_out": (True, False),
 }
 EXTENTS: dict[str, tuple[int, int]] = {  # geometry -> (query rows, sequences), for keeping a case's cost in bounds
-    "decode-20": (20, 20), "decode-70": (70, 70), "prefill": (128, 1), "prefill-129+": (160, 1), "speculative": (18, 4),
-    "mixed": (55, 6), "single": (1, 1), "short": (46, 4),
-}  # fmt: skip
+    "decode-20": (20, 20),
+    "decode-70": (70, 70),
+    "prefill": (128, 1),
+    "prefill-129+": (160, 1),
+    "speculative": (18, 4),
+    "mixed": (55, 6),
+    "single": (1, 1),
+    "short": (46, 4),
+}
 MOST_WORK = 1.2e9  # query-key pairs times heads times dims of one case
 MOST_POOL = 1.2e7  # elements of one case's page pool
 ELEMENTS = 5_000_000  # judged output elements at least
@@ -105,10 +111,7 @@ def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()
         for draw in range(3 if profile == "deep" else 1):
             if all(factors.values()):
                 grid += _grid(factors, seed, draw, family)
-    if profile == "quick":
-        cases = _tenth(grid, fits)
-    else:
-        cases = _with_rows(_cheapest_first(fits + grid, _twins(grid)))
+    cases = _tenth(grid, fits) if profile == "quick" else _with_rows(_cheapest_first(fits + grid, _twins(grid)))
     return Suite(profile=profile, seed=seed, families=tuple(families), cases=tuple(cases), skipped=tuple(skipped))
 
 
@@ -116,8 +119,14 @@ def _declared(scope: Scope, family: Family | None, seed: int) -> tuple[dict[str,
     """FACTORS without the values that the kernel has not declared; a stand-in case and a reason for each one dropped."""
     fixed: dict[str, Any] = {}
     if family is not None:
-        fixed = {"dims": (family.head_dim, family.head_dim_v), "group": family.group, "kv_heads": family.kv_heads,
-                 "mask": None, "softcap": family.softcap, "scale": None}  # fmt: skip
+        fixed = {
+            "dims": (family.head_dim, family.head_dim_v),
+            "group": family.group,
+            "kv_heads": family.kv_heads,
+            "mask": None,
+            "softcap": family.softcap,
+            "scale": None,
+        }
         if not family.sinks:
             fixed["sinks"] = "none"
     plain = {name: values[0] for name, values in FACTORS.items()}
@@ -189,9 +198,14 @@ def _within_means(rows: list[dict[str, Any]], factors: dict[str, list[Any]]) -> 
 
 
 _SIZES: dict[str, Callable[[Any], Any]] = {
-    "geometry": lambda name: EXTENTS[name][0], "group": lambda n: n, "kv_heads": lambda n: n, "dims": sum,
-    "mask": lambda name: MASKS[name][1][0], "page_size": lambda n: n, "layout": lambda name: name == "layers-in-page",
-}  # fmt: skip
+    "geometry": lambda name: EXTENTS[name][0],
+    "group": lambda n: n,
+    "kv_heads": lambda n: n,
+    "dims": sum,
+    "mask": lambda name: MASKS[name][1][0],
+    "page_size": lambda n: n,
+    "layout": lambda name: name == "layers-in-page",
+}
 
 
 def _value_pairs(row: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -216,17 +230,35 @@ def _case(row: dict[str, Any], name: str, seed: int, family: Family | None, inpu
         causal, window = MASKS[row["mask"]]
         scale = {"1/sqrt(d)": d**-0.5, "1": 1.0, "0.07": 0.07}[row["scale"]]
         family = Family(
-            name=f"{row['group']}x{row['kv_heads']}-{d}/{dv}-{row['mask']}", q_heads=row["group"] * row["kv_heads"],
-            kv_heads=row["kv_heads"], head_dim=d, head_dim_v=dv, scale=scale, causal=causal, window=window,
-            softcap=row["softcap"], sinks=row["sinks"] != "none",
-        )  # fmt: skip
+            name=f"{row['group']}x{row['kv_heads']}-{d}/{dv}-{row['mask']}",
+            q_heads=row["group"] * row["kv_heads"],
+            kv_heads=row["kv_heads"],
+            head_dim=d,
+            head_dim_v=dv,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=row["softcap"],
+            sinks=row["sinks"] != "none",
+        )
     q_lens, kv_lens = lengths(row["geometry"], seed=seed, reach=_reach(family), page_size=row["page_size"])
     eight_bit = row["dtype"] == "e4m3"
     return Case(
-        name=name, family=family, dtype="bf16" if eight_bit else row["dtype"], cache_dtype="e4m3" if eight_bit else "",
-        q_lens=q_lens, kv_lens=kv_lens, page_size=row["page_size"], layout=row["layout"], inputs=inputs,
-        scales=row["scales"], sinks=row["sinks"], padded_seqs=row["padded_seqs"], give_out=row["give_out"], seed=seed,
-    )  # fmt: skip
+        name=name,
+        family=family,
+        dtype="bf16" if eight_bit else row["dtype"],
+        cache_dtype="e4m3" if eight_bit else "",
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        page_size=row["page_size"],
+        layout=row["layout"],
+        inputs=inputs,
+        scales=row["scales"],
+        sinks=row["sinks"],
+        padded_seqs=row["padded_seqs"],
+        give_out=row["give_out"],
+        seed=seed,
+    )
 
 
 def _reach(family: Family) -> int:
@@ -244,8 +276,13 @@ def _family_cases(scope: Scope, seed: int, families: Sequence[str]) -> list[Case
     elif able:
         count = max(2 * len(INPUT_CLASSES), len(able))
         classes = list(INPUT_CLASSES)
-        chosen = [(able[(i + i // len(classes)) % len(able)] if len(able) % len(classes) == 0 else able[i % len(able)],
-                   classes[i % len(classes)]) for i in range(count)]  # fmt: skip
+        chosen = [
+            (
+                able[(i + i // len(classes)) % len(able)] if len(able) % len(classes) == 0 else able[i % len(able)],
+                classes[i % len(classes)],
+            )
+            for i in range(count)
+        ]
     unable = [f for f in FAMILIES.values() if f not in able and not named]
     first = {f.name: inputs for f, inputs in reversed(chosen)}
     cases = [_family_case(f, inputs, scope, seed, whole=first[f.name] == inputs) for f, inputs in chosen]
@@ -261,10 +298,17 @@ def _family_case(family: Family, inputs: str, scope: Scope, seed: int, *, whole:
     page_size = next((p for p in (16, 64) if p in scope.record.page_sizes), scope.record.page_sizes[0])
     dtype = "bf16" if "bf16" in scope.record.dtypes else scope.record.dtypes[0]
     return Case(
-        name=name, family=family, dtype=dtype, q_lens=q_lens, kv_lens=kv_lens, page_size=page_size,
+        name=name,
+        family=family,
+        dtype=dtype,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        page_size=page_size,
         layout="layers-in-page" if family.kv_heads * family.head_dim <= 1024 else "kv-in-page",
-        inputs=inputs, sinks="small" if family.sinks else "none", seed=case_seed(seed, name),
-    )  # fmt: skip
+        inputs=inputs,
+        sinks="small" if family.sinks else "none",
+        seed=case_seed(seed, name),
+    )
 
 
 def _long_cases(seed: int) -> list[Case]:
@@ -286,7 +330,7 @@ def _long_cases(seed: int) -> list[Case]:
                     page_size=16 if i % 2 else 64,
                     inputs=inputs,
                     seed=case_seed(seed, name),
-                )  # fmt: skip
+                )
             )
     return cases
 
@@ -301,7 +345,7 @@ def _promised_cases(seed: int) -> list[Case]:
             kv_lens=(300,),
             inputs=inputs,
             seed=case_seed(seed, inputs),
-        )  # fmt: skip
+        )
         for inputs, dtype in (("tiny-v", "bf16"), ("tiny-v", "fp16"), ("logits-1e36", "bf16"))
         if inputs in PROMISED_CLASSES
     ]
@@ -324,7 +368,7 @@ def _captured_cases(seed: int, families: Sequence[str]) -> list[Case]:
                     inputs="captured",
                     captured=file,
                     seed=case_seed(seed, name),
-                )  # fmt: skip
+                )
             )
     return cases
 
@@ -385,8 +429,19 @@ def _work(case: Case) -> float:
 def _features(case: Case) -> set[tuple[str, str]]:
     f = case.family
     values = [
-        case.dtype + case.cache_dtype, f"d{f.head_dim}/{f.head_dim_v}", f"g{f.group}", f"page{case.page_size}",
-        f"causal{f.causal}", f"window{f.window}", f"softcap{f.softcap}", case.sinks, case.scales, case.layout, case.inputs,
-        f"pad{case.padded_seqs > 0}", f"out{case.give_out}", f"batch{len(case.q_lens)}",
-    ]  # fmt: skip
+        case.dtype + case.cache_dtype,
+        f"d{f.head_dim}/{f.head_dim_v}",
+        f"g{f.group}",
+        f"page{case.page_size}",
+        f"causal{f.causal}",
+        f"window{f.window}",
+        f"softcap{f.softcap}",
+        case.sinks,
+        case.scales,
+        case.layout,
+        case.inputs,
+        f"pad{case.padded_seqs > 0}",
+        f"out{case.give_out}",
+        f"batch{len(case.q_lens)}",
+    ]
     return {(a, b) for i, a in enumerate(values) for b in values[i + 1 :]}

@@ -2,7 +2,7 @@
 
 Unless said otherwise tensors are float64 and hold float32 values.  `fl` rounds a float64 result as float32 arithmetic would:
 53 bits are more than twice 24, so the first rounding never changes the second.  A sum of products of 8 or 16-bit operands is
-exact before it is rounded, unless its terms are more than about 2^30 apart: the order in which BLAS adds does not show.
+exact before it is rounded, unless its terms are more than about 2^28 apart: the order in which BLAS adds does not show.
 """
 
 from __future__ import annotations

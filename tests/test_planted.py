@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from oracle.references.plan import live_rows
 PAGE_FAULTS = ("k_rows_swapped", "v_page_rolled", "page_stale", "v_page_zero")
 
 
-def paged(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int = 16, kv_heads: int = 2, **options: object) -> Call:
+def paged(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int = 16, kv_heads: int = 2, **options: Any) -> Call:
     """A bf16 call with 4 query heads of 32 dims and logits of deviation 4."""
     g = torch.Generator().manual_seed(5)
     pages = torch.tensor([-(-n // page_size) for n in kv_lens])
@@ -33,7 +34,7 @@ def paged(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int = 16
         page_table=table.int(),
         softmax_scale=32**-0.5,
     )
-    return replace(call, **options)  # type: ignore[arg-type]
+    return replace(call, **options)
 
 
 CALLS = {

@@ -1,0 +1,5 @@
+"""`python -m oracle`: the `oracle` command."""
+
+from oracle.cli import main
+
+main()

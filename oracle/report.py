@@ -1,0 +1,188 @@
+"""A verdict as text: what a person reads first, then the evidence, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from oracle.families import Family
+from oracle.kernels.table import KernelRow
+from oracle.verdict import Coverage, Finding, Outcome, Ratio, Verdict
+
+VERSION = 1  # of the JSON form; oracle/schema/verdict.schema.json describes it
+STYLES = {
+    Outcome.ACCEPT: "bold green",
+    Outcome.REJECT: "bold red",
+    Outcome.INCONCLUSIVE: "bold yellow",
+    Outcome.NOT_COVERED: "bold yellow",
+}
+SHOWN = 5  # findings printed in full, one for each reason
+PIPE_WIDTH = 120
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as JSON, whole; `oracle/schema/verdict.schema.json` holds for it."""
+    data = asdict(verdict)
+    return {"format": VERSION, "exit_code": verdict.exit_code, "reasons": [str(r) for r in verdict.reasons]} | _plain(data)
+
+
+def _plain(value: Any) -> Any:
+    """Enums and tuples as JSON has them; numbers that are not finite as strings, which JSON lacks."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return repr(value)
+    return str(value) if isinstance(value, str) else value
+
+
+def verdict_text(verdict: Verdict) -> RenderableType:
+    """The verdict for a terminal."""
+    lines: list[RenderableType] = [_headline(verdict), _judged(verdict)]
+    if verdict.findings:
+        lines += ["", _findings(verdict.findings)]
+    lines += ["", _figures(verdict)]
+    lines += [Text(f"note: {note}", style="dim") for note in verdict.notes]
+    lines += [Text(f"unseen: {text}", style="yellow") for text in verdict.coverage.unseen]
+    if verdict.coverage.missing and verdict.outcome is not Outcome.REJECT:
+        lines.append(Text(f"not covered: {_few(verdict.coverage.missing, 12)}", style="yellow"))
+    lines.append(Text(_again(verdict), style="dim"))
+    return Group(*lines)
+
+
+def _headline(verdict: Verdict) -> Text:
+    text = Text(f"{verdict.outcome.upper()}", style=STYLES[verdict.outcome])
+    text.append(f"  {verdict.candidate}", style="bold")
+    if verdict.door:
+        text.append(f"  through door {verdict.door}, against {verdict.incumbent}")
+    elif verdict.findings:
+        text.append(f"  {', '.join(verdict.reasons[:3])}")
+    elif verdict.outcome is Outcome.INCONCLUSIVE:
+        text.append(f"  as accurate as {verdict.incumbent}? these rows cannot tell")
+    elif verdict.outcome is Outcome.NOT_COVERED:
+        text.append("  nothing found against it, but too little was judged")
+    return text
+
+
+def _judged(verdict: Verdict) -> Text:
+    c = verdict.coverage
+    skipped = sum(c.skipped.values())
+    declared = f"; not declared: {skipped} ({_few([f'{n} x {r}' for r, n in c.skipped.items()], 3)})" if skipped else ""
+    return Text(f"judged {c.cases} cases, {c.rows:,} query rows, {c.elements:,} output elements of what it declares{declared}")
+
+
+def _findings(findings: tuple[Finding, ...]) -> Table:
+    """The most telling finding of each reason, on the smallest case that shows it."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="red", no_wrap=True)
+    table.add_column(overflow="fold")
+    by_reason: dict[str, list[Finding]] = {}
+    for f in findings:
+        by_reason.setdefault(f.reason, []).append(f)
+    for reason, those in list(by_reason.items())[:SHOWN]:
+        more = f" (and {len(those) - 1} more)" if len(those) > 1 else ""
+        where = f"{those[0].case}: " if those[0].case else ""
+        table.add_row(reason, f"{where}{those[0].text}{more}")
+    return table
+
+
+def _figures(verdict: Verdict) -> RenderableType:
+    f = verdict.figures
+    if f is None:
+        return Text("no figures: it gave no result")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    lse = "not given" if f.max_e_lse is None else f"{f.max_e_lse:.3g}"
+    table.add_row("error", f"max e {f.max_e:.3g} (limit 1), max e_det {f.max_e_det:.3g}, max e_lse {lse}, RMS e {f.rms_e:.4f}")
+    table.add_row("absolute", f"mean {f.mean_abs:.3g}, max {f.max_abs:.3g}; row sum taken {f.row_sum} rounding P")
+    if verdict.ratios:
+        table.add_row("against", _ratio(verdict.ratios[0], verdict.incumbent))
+    slopes = "; ".join(f"{name} {s['beta']:+.1e} ({s['share_of_limit']:.0%} of its limit)" for name, s in f.slopes.items())
+    table.add_row("slopes", slopes)
+    table.add_row("calls", f"{f.calls} of {f.seconds:.1f} s in all")
+    return table
+
+
+def _ratio(r: Ratio, incumbent: str) -> str:
+    text = f"{incumbent}: RMS e ratio {r.value:.3f} [{r.lower:.3f}, {r.upper:.3f}], margin {r.margin}, {r.rows:,} clusters"
+    return text if r.rows_to_decide is None else f"{text}; about {r.rows_to_decide:,} would decide"
+
+
+def _again(verdict: Verdict) -> str:
+    e = verdict.environment
+    seed = "" if "--seed" in str(e["command"]) else f" --seed {e['seed']}"
+    return (
+        f"seed {e['seed']}, {e['profile']} profile, {e['device']}, torch {e['torch']}, {e['threads']} threads; "
+        f"again: {e['command']}{seed}"
+    )
+
+
+def _few(items: tuple[str, ...] | list[str], count: int) -> str:
+    rest = len(items) - count
+    return ", ".join(items[:count]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def coverage_table(c: Coverage) -> Table:
+    """What a suite covers, as counts: what `--list` shows."""
+    table = Table(title=f"{c.cases} cases, {c.rows:,} query rows, {c.elements:,} output elements", title_justify="left", box=None)
+    table.add_column("what must be covered", overflow="fold")
+    table.add_column("count", justify="right")
+    for label, count in c.counts.items():
+        table.add_row(label, f"{count:,}")
+    for reason, count in c.skipped.items():
+        table.add_row(f"not declared: {reason}", f"{count:,}", style="dim")
+    for label in c.missing:
+        table.add_row(f"missing: {label}", "", style="yellow")
+    return table
+
+
+def gate_table(rows: Sequence[tuple[str, KernelRow, Verdict | None, str]]) -> Table:
+    """One line a kernel: expected, got, and what is not as expected (or why it was not run)."""
+    table = Table(box=None)
+    for column in ("kernel", "expected", "got", "judged", ""):
+        table.add_column(column, overflow="fold")
+    for name, row, verdict, problem in rows:
+        expected = f"{row.expect} {row.door or row.reason}".strip()
+        if verdict is None:
+            table.add_row(name, expected, "-", "", problem, style="dim")
+            continue
+        got = f"{verdict.outcome} {verdict.door or ', '.join(verdict.reasons[:2])}".strip()
+        judged = f"{verdict.coverage.cases} cases, {verdict.environment['profile']}"
+        table.add_row(name, expected, got, judged, Text(problem or "as expected", style="red" if problem else "green"))
+    return table
+
+
+def kernels_table(rows: Mapping[str, tuple[KernelRow, str]]) -> Table:
+    """Every kernel of the table: name, what it is, the verdict expected, availability on the CPU."""
+    table = Table(box=None)
+    for column in ("name", "about", "expected", "on this CPU"):
+        table.add_column(column, overflow="fold")
+    for name, (row, why) in rows.items():
+        table.add_row(name, row.about, f"{row.expect} {row.door or row.reason}".strip(), why or "available")
+    return table
+
+
+def families_table(families: Iterable[Family]) -> Table:
+    """Every family: heads, dims, scale, mask and options."""
+    table = Table(box=None)
+    for column in ("family", "heads", "head dim", "scale", "mask", "options", "source"):
+        table.add_column(column, overflow="fold")
+    for f in families:
+        dims = str(f.head_dim) if f.head_dim == f.head_dim_v else f"{f.head_dim}/{f.head_dim_v}"
+        mask = ("causal" if f.causal else "full") + (f", window {f.window}" if f.window != (-1, -1) else "")
+        options = ", ".join([f"softcap {f.softcap:g}"] * (f.softcap > 0) + ["sinks"] * f.sinks)
+        table.add_row(f.name, f"{f.q_heads}:{f.kv_heads}", dims, f"{f.scale:.4g}", mask, options, f.source)
+    return table
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console: as wide as the terminal, or PIPE_WIDTH where there is none."""
+    out = Console(stderr=stderr, highlight=False)
+    return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
