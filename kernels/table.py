@@ -19,7 +19,7 @@ class KernelRow:
     reason: str = ""  # the first reason of an expected reject
     needs: str = ""  # a module that must be importable, "" = none
     against: str = ""  # the incumbent that the gate names, "" = the emulator
-    door: str = ""  # the door expected of an accept
+    door: str = ""  # the door expected of an accept on the CPU; compiled for a GPU, sums may come in another order
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
@@ -35,6 +35,26 @@ KERNELS: dict[str, KernelRow] = {
         target="oracle.kernels.torch_sdpa:sdpa_flash",
         about="torch's own CPU flash attention, behind an adapter",
         expect="accept",
+        devices=("cpu",),
+    ),
+    "sdpa-flash-fp32": KernelRow(
+        target="oracle.kernels.torch_sdpa:sdpa_flash_fp32",
+        about="the same in fp32, whose exp is a thousand times better",
+        expect="accept",
+        devices=("cpu",),
+    ),
+    "sdpa-math-reduced": KernelRow(
+        target="oracle.kernels.torch_sdpa:sdpa_math_reduced",
+        about="the unfused one with scores and weights kept in 16 bits: must be rejected",
+        expect="reject",
+        reason="error-exceeds-bound",
+        devices=("cpu",),
+    ),
+    "rebuilt-k": KernelRow(
+        target="oracle.kernels.rebuilt_k:rebuilt_k",
+        about="K rebuilt from V in bf16, where they share a projection: must be rejected",
+        expect="reject",
+        reason="lse-exceeds-bound",
         devices=("cpu",),
     ),
     "sdpa-math": KernelRow(

@@ -89,7 +89,11 @@ def open_kernel(name: str, device: str) -> Candidate:
     record = description.record or Record()
     named = frozenset(OPTIONAL if description.has_var_keyword else description.parameters)
     return Candidate(
-        name=name, process=process, description=description, record=record, scope=Scope(record=record, parameters=named)
+        name=name,
+        process=process,
+        description=description,
+        record=record,
+        scope=Scope(record=record, parameters=named, extras=frozenset(description.required) - {*REQUIRED, *OPTIONAL}),
     )
 
 

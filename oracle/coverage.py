@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Protocol
 
 from oracle.cases import Case
 from oracle.families import FAMILIES
 from oracle.inputs import INPUT_CLASSES
-from oracle.pool import Fill
+from oracle.pool import QUICK_FILLS, Fill
 from oracle.rows import sample_rows
 from oracle.scope import Scope
-from oracle.suite import ELEMENTS, FACTORS, Suite
+from oracle.suite import ELEMENTS, FACTORS, QUICK_ELEMENTS, Suite
 from oracle.verdict import Coverage
 
 OPTIONS: dict[str, Callable[[Case], bool]] = {
@@ -43,7 +44,8 @@ class Exercised:
 
 def planned(suite: Suite, has_lse: bool) -> list[Exercised]:
     """The cases as they would be run."""
-    return [Exercised(case=c, fills=tuple(Fill), has_lse=has_lse) for c in suite.cases]
+    fills = (Fill.STALE, *QUICK_FILLS) if suite.profile == "quick" else tuple(Fill)
+    return [Exercised(case=c, fills=fills, has_lse=has_lse) for c in suite.cases]
 
 
 def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
@@ -51,14 +53,18 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
     cases = [r.case for r in ran]
     counts: dict[str, int] = {}
     missing: list[str] = []
+    left_out: list[str] = []
+    quick = suite.profile == "quick"
 
-    def need(label: str, count: int, at_least: int = 1) -> None:
+    def need(label: str, count: int, at_least: int = 1, *, quick_too: bool = False) -> None:
+        """`quick_too`: the quick profile must cover it as well; it leaves the rest out, and says so."""
         counts[label] = count
         if count < at_least:
-            missing.append(label if at_least == 1 else f"{label}: {count} of {at_least}")
+            short = label if at_least == 1 else f"{label}: {count} of {at_least}"
+            (left_out if quick and not quick_too else missing).append(short)
 
     families = Counter(c.family.name for c in cases)
-    for name in suite.families or [f for f in FAMILIES if _able(scope, name=f)]:
+    for name in suite.families or [f for f in FAMILIES if _able(scope, f)]:
         need(f"family {name}", families[name])
     where: dict[str, set[str]] = {}
     for c in cases:
@@ -68,20 +74,21 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
     _options(scope, suite, cases, need)
     values = _pairs(scope, suite, cases)
     counts["value pairs of the parameter table"] = values
-    need("sequences without queries", sum(1 for c in cases for q in c.q_lens if q == 0))
-    need("sequences without keys", sum(1 for c in cases for k in c.kv_lens if k == 0))
-    need("decode rows beside prefill rows", sum(1 for c in cases if 1 in c.q_lens and max(c.q_lens, default=0) > 8))
+    need("sequences without queries", sum(1 for c in cases for q in c.q_lens if q == 0), quick_too=True)
+    need("sequences without keys", sum(1 for c in cases for k in c.kv_lens if k == 0), quick_too=True)
+    beside = sum(1 for c in cases if 1 in c.q_lens and max(c.q_lens, default=0) > 8)
+    need("decode rows beside prefill rows", beside, quick_too=True)
     if not suite.families:
         need("cases beyond 4,096 keys", sum(1 for c in cases if max(c.kv_lens, default=0) > 4096))
         need("cases beyond 32,768 keys", sum(1 for c in cases if max(c.kv_lens, default=0) > 32768))
-        need("captured inputs", sum(1 for c in cases if c.captured))
+        need("captured inputs", sum(1 for c in cases if c.captured), quick_too=_able(scope, "smollm2"))
     for fill in Fill:
         if fill.finite or not scope.record.finite_tails:
-            need(f"fill {fill}", sum(1 for r in ran if fill in r.fills))
+            need(f"fill {fill}", sum(1 for r in ran if fill in r.fills), quick_too=fill in (Fill.STALE, *QUICK_FILLS))
     judged = [len(sample_rows(c, c.rows or 40)) for c in cases]
     elements = sum(n * c.family.q_heads * c.family.head_dim_v for n, c in zip(judged, cases, strict=True))
-    if elements < ELEMENTS and not suite.families:
-        missing.append(f"judged elements: {elements:,} of {ELEMENTS:,}")
+    if not suite.families:
+        need("judged output elements", elements, QUICK_ELEMENTS if quick else ELEMENTS, quick_too=True)
     unseen: tuple[str, ...] = () if all(r.has_lse for r in ran) else (UNSEEN_WITHOUT_LSE,)
     if scope.record.finite_tails:
         unseen += ("NaN and inf fills are skipped: the record asks for finite values past the plan",)
@@ -91,6 +98,7 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
         rows=sum(judged),
         counts=counts,
         missing=tuple(missing),
+        left_out=tuple(left_out),
         skipped=dict(Counter(reason for _, reason in suite.skipped)),
         unseen=unseen,
     )
@@ -110,7 +118,11 @@ def _able(scope: Scope, name: str) -> bool:
     return scope.refuses(case) is None
 
 
-def _options(scope: Scope, suite: Suite, cases: Sequence[Case], need: Callable[[str, int], None]) -> None:
+class _Need(Protocol):
+    def __call__(self, label: str, count: int, at_least: int = 1, *, quick_too: bool = False) -> None: ...
+
+
+def _options(scope: Scope, suite: Suite, cases: Sequence[Case], need: _Need) -> None:
     """Every option that the kernel takes, and every pair of them that one call can have."""
     takes = {
         "not causal": "causal" in scope.parameters,
@@ -127,7 +139,7 @@ def _options(scope: Scope, suite: Suite, cases: Sequence[Case], need: Callable[[
         takes = {name: taken and name in ("scales", "num_seqs", "out given", "8-bit cache") for name, taken in takes.items()}
     able = [name for name, taken in takes.items() if taken]
     for name in able:
-        need(f"option {name}", sum(1 for c in cases if OPTIONS[name](c)))
+        need(f"option {name}", sum(1 for c in cases if OPTIONS[name](c)), quick_too=True)
     for one, two in combinations(able, 2):
         need(f"options {one} + {two}", sum(1 for c in cases if OPTIONS[one](c) and OPTIONS[two](c)))
 

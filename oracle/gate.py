@@ -7,19 +7,14 @@ from oracle.verdict import Outcome, Verdict
 
 
 def check(row: KernelRow, verdict: Verdict) -> str:
-    """What is not as expected, in one line, or "".
-
-    Interpreted kernels are judged on the quick profile, which cannot cover everything: for them "not covered, and nothing
-    found" stands for the accept, and the gate says so.
-    """
+    """What is not as expected, in one line, or ""."""
     got = verdict.outcome
     if row.expect == "accept":
-        quick = verdict.environment.get("profile") == "quick"
-        if got is Outcome.ACCEPT or (quick and got is Outcome.NOT_COVERED):
-            if row.door and verdict.door != row.door:
-                return f"expected through door {row.door}, went through {verdict.door or 'none'}"
-            return ""
-        return f"expected accept, got {got}{_because(verdict)}"
+        if got is not Outcome.ACCEPT:
+            return f"expected accept, got {got}{_because(verdict)}"
+        if row.door and verdict.environment["device"] == "cpu" and verdict.door != row.door:
+            return f"expected through door {row.door}, went through {verdict.door}"
+        return ""
     if got is not Outcome.REJECT:
         return f"expected reject ({row.reason}), got {got}"
     if row.reason not in map(str, verdict.reasons):

@@ -224,6 +224,28 @@ def _huge_logits(draw: Draw) -> QKV:
     return draw.q() * a, draw.k() * a, draw.v()
 
 
+def _shared_kv(draw: Draw) -> QKV:
+    """K and V of one projection, as in Gemma 4's global layers: both RMS-normed, K times a weight; a quarter of K rotated.
+
+    The unrotated three quarters of K are v times `k_norm_weight`, but for the rounding of both.
+    """
+    f = draw.case.family
+    q, _, _ = _qk_norm(draw)
+    raw = draw.v().double()
+    normed = raw / raw.square().mean(-1, keepdim=True).sqrt()
+    k = normed * k_norm_weight(draw.case).double()
+    quarter = f.head_dim // 4
+    half = quarter // 2
+    one, two = k[..., :half].clone(), k[..., half : 2 * half].clone()
+    k[..., :half], k[..., half : 2 * half] = 0.8 * one - 0.6 * two, 0.6 * one + 0.8 * two
+    return q, k.float(), normed.float()
+
+
+def k_norm_weight(case: Case) -> Tensor:
+    """K's norm weight of the input class "shared-kv", (head_dim,) float32."""
+    return 1.0 + 0.3 * Stream(case.seed, "k_norm_weight").normal(case.family.head_dim)
+
+
 INPUT_CLASSES: dict[str, Callable[[Draw], QKV]] = {
     "randn": _plain(1.0),
     "flat": _plain(0.05),
@@ -254,3 +276,10 @@ PROMISED_CLASSES: dict[str, Callable[[Draw], QKV]] = {
 }
 
 LOGIT_LIMIT = 2.0**20  # live |logit| at most, by the contract, but for "logits-1e36"
+
+# Judged only for kernels that ask for what travels with them as case extras.
+EXTRA_CLASSES: dict[str, Callable[[Draw], QKV]] = {"shared-kv": _shared_kv}
+EXTRAS: dict[str, Callable[[Case], dict[str, Tensor]]] = {
+    "shared-kv": lambda case: {"k_norm_weight": k_norm_weight(case)},
+}
+EXTRA_NAMES = {"shared-kv": ("k_norm_weight",)}

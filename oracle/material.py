@@ -12,7 +12,7 @@ from torch import Tensor
 from oracle.captured import load_capture, shipped
 from oracle.cases import Case
 from oracle.errors import InputError
-from oracle.inputs import INPUT_CLASSES, PROMISED_CLASSES, Draw, Visible
+from oracle.inputs import EXTRA_CLASSES, EXTRAS, INPUT_CLASSES, PROMISED_CLASSES, Draw, Visible
 from oracle.references.plan import visible
 from oracle.streams import Stream
 
@@ -33,11 +33,12 @@ class Material:
     q_scale: Tensor | float | None
     k_scale: Tensor | float | None
     v_scale: Tensor | float | None
+    extras: dict[str, Tensor]  # case extras by name
 
     def digest(self) -> str:
         """SHA-256 of all bytes: the same on every machine."""
         total = hashlib.sha256()
-        for tensor in (self.q, self.k, self.v, self.sinks, self.q_scale, self.k_scale, self.v_scale):
+        for tensor in (self.q, self.k, self.v, self.sinks, self.q_scale, self.k_scale, self.v_scale, *self.extras.values()):
             if isinstance(tensor, Tensor):
                 total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
             else:
@@ -79,11 +80,12 @@ def material(case: Case) -> Material:
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        extras=EXTRAS[case.inputs](case) if case.inputs in EXTRAS else {},
     )
 
 
 def _drawn(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    classes = INPUT_CLASSES | PROMISED_CLASSES
+    classes = INPUT_CLASSES | PROMISED_CLASSES | EXTRA_CLASSES
     if case.inputs not in classes:
         raise InputError(f"case {case.name}: no input class {case.inputs!r}; there are {', '.join(classes)}")
     draw = Draw(case, visible_keys(case), Stream(case.seed, f"inputs/{case.inputs}"))

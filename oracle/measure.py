@@ -18,6 +18,7 @@ from oracle.references.bound import Bound, Roundoff, bound, tie_width
 
 DIRECTIONS = ("gain", "temperature", "bias")
 REFINE_ABOVE = 0.8  # rows nearer to the limit than this get V2g summed over all ties before they are believed
+WEAKEST = 1e-3  # rms(g / B) of a direction under which inputs say nothing of it (a constant v has no temperature)
 REFINE_ROWS = 256  # rows refined at most in one case
 
 
@@ -232,7 +233,8 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
 
 def slope(sums: Sums) -> Slope:
     """The slope of pooled sums: beta = sum a / sum b, SE^2 = sum (a_r - beta b_r)^2 / (sum b)^2 (numerics.md 4.2)."""
-    if not sums.b > 0:
+    strength = math.sqrt(sums.b / max(1, sums.elements))  # rms(g / B)
+    if not strength > WEAKEST:
         return Slope(beta=0.0, z=0.0, effect=0.0, rows=0.0)
     beta = sums.a / sums.b
     variance = max(0.0, sums.aa - 2 * beta * sums.ab + beta * beta * sums.bb)
@@ -240,6 +242,6 @@ def slope(sums: Sums) -> Slope:
     return Slope(
         beta=beta,
         z=beta / error if beta else 0.0,
-        effect=abs(beta) * math.sqrt(sums.b / max(1, sums.elements)),
+        effect=abs(beta) * strength,
         rows=sums.b * sums.b / sums.bb,
     )

@@ -39,6 +39,9 @@ class Fill(StrEnum):
         return self not in (Fill.NAN, Fill.POS_INF, Fill.NEG_INF)
 
 
+QUICK_FILLS = (Fill.NAN, Fill.LARGE)  # of the quick profile, besides stale data
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
     """A call ready to be made, and where its canaries are."""
@@ -102,6 +105,7 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
         v_scale=material.v_scale,
         num_seqs=batch if case.padded_seqs else None,
         out=out,
+        extras=material.extras,
     )
     return Laid(call=call, fill=fill, live_out=live_out)
 

@@ -52,6 +52,8 @@ def verdict_text(verdict: Verdict) -> RenderableType:
     lines += [Text(f"unseen: {text}", style="yellow") for text in verdict.coverage.unseen]
     if verdict.coverage.missing and verdict.outcome is not Outcome.REJECT:
         lines.append(Text(f"not covered: {_few(verdict.coverage.missing, 12)}", style="yellow"))
+    if verdict.coverage.left_out:
+        lines.append(Text(f"not covered by the quick profile: {_few(verdict.coverage.left_out, 8)}", style="yellow"))
     lines.append(Text(_again(verdict), style="dim"))
     return Group(*lines)
 
@@ -138,6 +140,8 @@ def coverage_table(c: Coverage) -> Table:
         table.add_row(label, f"{count:,}")
     for reason, count in c.skipped.items():
         table.add_row(f"not declared: {reason}", f"{count:,}", style="dim")
+    for label in c.left_out:
+        table.add_row(f"left out by the quick profile: {label}", "", style="dim")
     for label in c.missing:
         table.add_row(f"missing: {label}", "", style="yellow")
     return table

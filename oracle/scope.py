@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from oracle.cases import Case
 from oracle.contract import Record
+from oracle.inputs import EXTRA_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +15,7 @@ class Scope:
 
     record: Record
     parameters: frozenset[str]  # keyword arguments of the contract that it names
+    extras: frozenset[str] = frozenset()  # case extras that it cannot do without
 
     def refuses(self, case: Case) -> str | None:
         """Why the kernel cannot take `case`, in a few words, or None where it can."""
@@ -31,6 +33,10 @@ class Scope:
         for parameter, needed in needs.items():
             if needed and parameter not in self.parameters:
                 return f"no {parameter}"
+        if absent := self.extras - set(EXTRA_NAMES.get(case.inputs, ())):
+            return f"no {min(absent)} in this input class"
+        if case.inputs in EXTRA_NAMES and not self.extras:
+            return f"{case.inputs} inputs are for kernels that ask for {', '.join(EXTRA_NAMES[case.inputs])}"
         if case.dtype not in r.dtypes:
             return f"no {case.dtype}"
         if case.cache_dtype and case.cache_dtype not in self.cache_dtypes:

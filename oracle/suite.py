@@ -18,7 +18,7 @@ from covertable import make
 from oracle.cases import LAYOUTS, SCALES, SINKS, Case, case_seed
 from oracle.families import FAMILIES, Family
 from oracle.geometry import GEOMETRIES, lengths
-from oracle.inputs import INPUT_CLASSES, PROMISED_CLASSES
+from oracle.inputs import EXTRA_NAMES, INPUT_CLASSES, PROMISED_CLASSES
 from oracle.rows import rows_needed, sample_rows
 from oracle.scope import Scope
 
@@ -72,8 +72,9 @@ EXTENTS: dict[str, tuple[int, int]] = {  # geometry -> (query rows, sequences), 
 }
 MOST_WORK = 1.2e9  # query-key pairs times heads times dims of one case
 MOST_POOL = 1.2e7  # elements of one case's page pool
-ELEMENTS = 5_000_000  # judged output elements at least
+ELEMENTS, QUICK_ELEMENTS = 5_000_000, 250_000  # judged output elements at least
 SHARE, CONFIDENCE = 0.01, 0.99  # each case meets a fault on this share of (row, head) pairs with this probability
+QUICK_CASES = 13  # of the covering array that the quick profile keeps
 PROFILES = ("default", "quick", "deep")
 CAPTURES = {  # shipped captures: file -> (family, tokens)
     "smollm2-layer00.safetensors": ("smollm2", 640),
@@ -97,6 +98,13 @@ class Suite:
         return hashlib.sha256(json.dumps([repr(c) for c in self.cases]).encode()).hexdigest()
 
 
+def input_classes(scope: Scope) -> list[str]:
+    """Input classes that the covering array draws from: those that bring the extras, for a kernel that needs some."""
+    if not scope.extras:
+        return list(INPUT_CLASSES)
+    return [name for name, extras in EXTRA_NAMES.items() if scope.extras <= set(extras)]
+
+
 def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()) -> Suite:
     """The suite of `profile` for a kernel of the given scope.  Same arguments, same cases."""
     structured = _family_cases(scope, seed, families) + ([] if families else _long_cases(seed) + _promised_cases(seed))
@@ -104,13 +112,14 @@ def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()
     fits = [c for c in structured if scope.refuses(c) is None]
     skipped = [(c, reason) for c in structured if (reason := scope.refuses(c)) is not None]
     grid: list[Case] = []
+    classes = input_classes(scope)
     named: list[Family | None] = [FAMILIES[name] for name in families]
     for family in named or [None]:
         factors, left_out = _declared(scope, family, seed)
         skipped += left_out
         for draw in range(3 if profile == "deep" else 1):
-            if all(factors.values()):
-                grid += _grid(factors, seed, draw, family)
+            if all(factors.values()) and classes:
+                grid += _grid(factors, seed, draw, family, classes)
     cases = _tenth(grid, fits) if profile == "quick" else _with_rows(_cheapest_first(fits + grid, _twins(grid)))
     return Suite(profile=profile, seed=seed, families=tuple(families), cases=tuple(cases), skipped=tuple(skipped))
 
@@ -135,13 +144,14 @@ def _declared(scope: Scope, family: Family | None, seed: int) -> tuple[dict[str,
     plain["group"] = scope.record.groups[0] if scope.record.groups else 1
     factors: dict[str, list[Any]] = {}
     skipped = []
+    inputs = next(iter(input_classes(scope)), "randn")
     for name, values in FACTORS.items():
         if name in fixed:
             factors[name] = [fixed[name]]
             continue
         factors[name] = []
         for value in values:
-            case = _case(plain | fixed | {name: value}, f"{name}={value}", seed, family, "randn")
+            case = _case(plain | fixed | {name: value}, f"{name}={value}", seed, family, inputs)
             reason = scope.refuses(case)
             if reason is None:
                 factors[name].append(value)
@@ -163,12 +173,11 @@ def _dims_declared(scope: Scope, dims: tuple[int, int]) -> bool:
     return dims in _record_dims(scope)
 
 
-def _grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | None) -> list[Case]:
+def _grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | None, classes: list[str]) -> list[Case]:
     """The covering array: every pair of values of two factors stands in some case."""
     rows = make(factors, strength=2, salt=f"{seed}/{draw}")
     if family is None:
         rows = _within_means(rows, factors)
-    classes = list(INPUT_CLASSES)
     prefix = f"{family.name}/" if family else ""
     return [
         _case(row, f"{prefix}pair-{draw}{i:03d}", seed, family, classes[(i + draw * 7) % len(classes)])
@@ -269,13 +278,13 @@ def _reach(family: Family) -> int:
 def _family_cases(scope: Scope, seed: int, families: Sequence[str]) -> list[Case]:
     """Every input class in two families, every family at least once; with `families`, every class in each of them."""
     named = [FAMILIES[name] for name in families]
-    able = [f for f in FAMILIES.values() if scope.refuses(_family_case(f, "randn", scope, seed)) is None]
+    classes = input_classes(scope) or ["randn"]
+    able = [f for f in FAMILIES.values() if scope.refuses(_family_case(f, classes[0], scope, seed)) is None]
     chosen: list[tuple[Family, str]] = []
     if named:
-        chosen = [(f, inputs) for f in named for inputs in INPUT_CLASSES]
+        chosen = [(f, inputs) for f in named for inputs in classes]
     elif able:
-        count = max(2 * len(INPUT_CLASSES), len(able))
-        classes = list(INPUT_CLASSES)
+        count = max(2 * len(classes), len(able))
         chosen = [
             (
                 able[(i + i // len(classes)) % len(able)] if len(able) % len(classes) == 0 else able[i % len(able)],
@@ -405,7 +414,7 @@ def _tenth(grid: list[Case], structured: list[Case]) -> list[Case]:
     small = [c for c in grid if _work(c) <= 3e7]
     chosen: list[Case] = []
     seen: set[tuple[str, str]] = set()
-    while small and len(chosen) < 9:
+    while small and len(chosen) < QUICK_CASES:
         best = max(small, key=lambda c: (len(_features(c) - seen), -_work(c)))
         chosen.append(best)
         seen |= _features(best)
@@ -443,5 +452,6 @@ def _features(case: Case) -> set[tuple[str, str]]:
         f"pad{case.padded_seqs > 0}",
         f"out{case.give_out}",
         f"batch{len(case.q_lens)}",
+        f"empty{0 in case.kv_lens}",
     ]
     return {(a, b) for i, a in enumerate(values) for b in values[i + 1 :]}

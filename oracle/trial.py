@@ -18,14 +18,13 @@ from oracle.isolation.outcome import Failure, FailureKind, Returned
 from oracle.isolation.process import KernelProcess
 from oracle.material import Material, material, offsets
 from oracle.measure import Measured, Truth, Worst, measure, tell
-from oracle.pool import Fill, Laid, lay_out, without_fill
+from oracle.pool import QUICK_FILLS, Fill, Laid, lay_out, without_fill
 from oracle.references.bound import Roundoff, roundoff
 from oracle.rows import sample_rows
 from oracle.verdict import Finding, Reason
 
 ENOUGH = 10  # cases with findings after which a trial stops: the rest would add nothing to the verdict
 RETURNS = 3  # first cases called once more at the very end
-QUICK_FILLS = (Fill.NAN, Fill.LARGE)
 
 FAILURE_REASONS = {
     FailureKind.EXCEPTION: Reason.EXCEPTION,

@@ -100,6 +100,7 @@ class Coverage:
     rows: int
     counts: dict[str, int]  # what must be covered -> how often it was
     missing: tuple[str, ...]  # what must be covered and was not: exit 3
+    left_out: tuple[str, ...]  # what the quick profile leaves out by design: listed, and no more
     skipped: dict[str, int]  # reason -> cases of the suite that the kernel has not declared
     unseen: tuple[str, ...]  # faults that go unseen, e.g. without an LSE
 
