@@ -11,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oracle.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +20,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names her
 _INSTALL = "pip install 'attention-oracle[checkpoints]'"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint cannot be used as asked; one line that names it and says why."""
 
 

@@ -103,16 +103,20 @@ def default_seed(source_sha256: str | None) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def plan(asked: Asked, candidate: Candidate) -> Suite:
-    """The suite that would be run.  Raises InputError for an unknown family, or where no case fits the kernel."""
+def read_ahead(asked: Asked) -> list[Case]:
+    """The user's cases.  Raises InputError for what is wrong with the request whatever the kernel: before a process starts."""
     for name in asked.families:
         if name not in FAMILIES:
             raise InputError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+    return [] if asked.cases is None else read_cases(asked.cases)
+
+
+def plan(asked: Asked, candidate: Candidate, own_cases: Sequence[Case] = ()) -> Suite:
+    """The suite that would be run.  Raises InputError where no case fits the kernel."""
     seed = default_seed(candidate.description.source_sha256) if asked.seed is None else asked.seed
     profile = asked.profile or ("quick" if candidate.record.interpreted else "default")
     suite = build(candidate.scope, profile=profile, seed=seed, families=asked.families)
-    if asked.cases is not None:
-        suite = _with_cases(suite, candidate, read_cases(asked.cases))
+    suite = _with_cases(suite, candidate, own_cases)
     if not suite.cases:
         reasons = ", ".join(sorted({reason for _, reason in suite.skipped}))
         raise InputError(f"{candidate.name}: no case fits it ({reasons}); widen its record or choose another --family")
@@ -134,10 +138,11 @@ def _with_cases(suite: Suite, candidate: Candidate, cases: Sequence[Case]) -> Su
 
 def accept(asked: Asked, progress: Progress = lambda done, total, what: None) -> Verdict:
     """The verdict on `asked.candidate`.  Raises InputError for wrong usage; a kernel that misbehaves is a verdict."""
+    own_cases = read_ahead(asked)
     candidate = open_kernel(asked.candidate, asked.device)
     other = None
     try:
-        suite = plan(asked, candidate)
+        suite = plan(asked, candidate, own_cases)
         if asked.against:
             other = open_kernel(asked.against, asked.device)
             suite = _both(suite, other)
@@ -168,9 +173,10 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
 
 def listed(asked: Asked) -> Coverage:
     """What `accept` would cover, without judging anything."""
+    own_cases = read_ahead(asked)
     candidate = open_kernel(asked.candidate, asked.device)
     try:
-        suite = plan(asked, candidate)
+        suite = plan(asked, candidate, own_cases)
         return coverage(candidate.scope, suite, planned(suite, "return_lse" in candidate.scope.parameters))
     finally:
         candidate.process.close()

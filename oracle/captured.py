@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oracle.errors import InputError
 from oracle.families import Family
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _HEADER_NAMES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float3
 _DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
-class CaptureError(ValueError):
+class CaptureError(InputError):
     """A capture or its file is not what it should be; one line, with the file where there is one."""
 
 

@@ -18,6 +18,7 @@ from oracle import __version__
 
 if TYPE_CHECKING:
     from oracle.accept import Asked
+    from oracle.kernels.table import KernelRow
     from oracle.verdict import Verdict
 
 WRONG_USAGE, INTERRUPTED = 2, 130
@@ -85,7 +86,7 @@ def gate(device: str, seed: int) -> int:
     from oracle.report import console, gate_table, verdict_text
 
     out = console()
-    rows = []
+    rows: list[tuple[str, KernelRow, Verdict | None, str]] = []
     for name, row in KERNELS.items():
         if why := unavailable(row, device):
             rows.append((name, row, None, f"not run: {why}"))

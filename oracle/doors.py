@@ -12,7 +12,7 @@ from scipy.stats import bootstrap
 
 from oracle.contract import Precision, Record
 from oracle.measure import DIRECTIONS, Slope, Sums, slope
-from oracle.trial import Seen
+from oracle.trial import Seen, row_sum_findings
 from oracle.verdict import PRIORITY, Coverage, Figures, Finding, Outcome, Ratio, Reason, Verdict
 
 MARGIN_EMULATOR = 1.25  # correct kernels differ from the textbook: a lazily rescaled one costs up to 1.2 (numerics.md 4.3)
@@ -32,6 +32,7 @@ def looser_than_default(precision: Precision) -> bool:
     plain = Precision()
     return (
         precision.p_format in ("e4m3", "int8")
+        or precision.p_scale < plain.p_scale  # what a smaller P loses to underflow widens the bound without limit
         or precision.u_acc > plain.u_acc
         or precision.eps_exp > plain.eps_exp
         or precision.eps_tanh > plain.eps_tanh
@@ -63,7 +64,7 @@ def slope_findings(seen: Sequence[Seen], record: Record) -> tuple[list[Finding],
             share = min(parts)
             if share > nearest.get(name, (-1.0, found))[0]:
                 nearest[name] = (share, found)
-            if share > 1.0:
+            if not share <= 1.0:
                 certainty = f"z = {found.z:.1f} over {found.rows:.0f} effective rows, floor {floor:.1e}"
                 text = f"{name} {found.beta:+.2e} on {inputs} inputs: {certainty}"
                 findings.append(Finding(reason=SLOPE_REASONS[name], case="", text=text, units=abs(found.beta) / floor))
@@ -92,6 +93,9 @@ def ratio(label: str, seen: Sequence[Seen], margin: float, seed: int) -> Ratio:
     if not theirs.sum() > 0:
         value = 1.0 if mine.sum() == 0 else float("inf")
         return Ratio(label=label, value=value, lower=value, upper=value, margin=margin, rows=rows)
+    if rows < 2:  # nothing to draw from
+        value = float((mine.sum() / theirs.sum()) ** 0.5)
+        return Ratio(label=label, value=value, lower=0.0, upper=float("inf"), margin=margin, rows=rows, rows_to_decide=CLASS_ROWS)
 
     def statistic(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
         result: np.ndarray = np.sqrt(a.sum(axis) / np.maximum(b.sum(axis), 1e-300))
@@ -150,7 +154,7 @@ def figures(seen: Sequence[Seen], slopes: dict[str, dict[str, float]], record: R
         max_e_det=max(m.worst_det for m in all_measured),
         max_e_lse=max(w.units for w in lse) if lse else None,
         rms_e=float(sum(float(m.cluster_e2.sum()) for m in all_measured) / max(1.0, counted)) ** 0.5,
-        mean_abs=sum(m.mean_abs * m.elements for m in all_measured) / sum(m.elements for m in all_measured),
+        mean_abs=sum(m.mean_abs * m.elements for m in all_measured) / max(1, sum(m.elements for m in all_measured)),
         max_abs=max(m.max_abs for m in all_measured),
         slopes=slopes,
         row_sum="after" if after else "after, undeclared" if undeclared else "before",
@@ -181,10 +185,12 @@ def decide(
     """
     findings = [f for s in seen for f in s.findings] + list(extra)
     slopes, nearest = slope_findings(seen, record)
-    findings += slopes
+    findings += slopes + row_sum_findings(seen, record)
     if within_fp32 is not None:
         findings += _fp32_findings(seen, within_fp32)
     notes = [*notes, *_notes(record, seen)]
+    if silent := [s for s in seen if s.candidate is not None and s.incumbent is None]:
+        notes.append(f"the incumbent gave no result on {len(silent)} cases (first on {silent[0].case.name}): not compared there")
     all_ratios: list[Ratio] = []
     door = ""
     outcome = Outcome.REJECT
@@ -237,6 +243,8 @@ def _through(
         other = next((s for s in compared if not s.same_bits), None)
         where = f" (first on {other.case.name})" if other else ""
         text = f"safe, but not bit-identical to the incumbent{where}; doors allowed: {', '.join(doors)}"
+        if seen and not all_ratios:
+            text = "safe, but the incumbent gave no result to compare with on any case"
         return "", Outcome.REJECT, [Finding(reason=Reason.NO_DOOR, case="", text=text)]
     worse = [r for r in all_ratios if not r.lower <= r.margin]
     if worse:

@@ -1,7 +1,7 @@
 """Errors that a user can mend.  The command line prints their text as one line and exits with 2."""
 
 
-class OracleError(Exception):
+class OracleError(ValueError):
     """Root of the errors below."""
 
 

@@ -246,39 +246,58 @@ def k_norm_weight(case: Case) -> Tensor:
     return 1.0 + 0.3 * Stream(case.seed, "k_norm_weight").normal(case.family.head_dim)
 
 
-INPUT_CLASSES: dict[str, Callable[[Draw], QKV]] = {
-    "randn": _plain(1.0),
-    "flat": _plain(0.05),
-    "peaked": _plain(8.0),
-    "x10": _plain(100.0, 10.0),
-    "logits-3e3": _plain(3000.0),
-    "outliers": _outliers,
-    "k-channels": _channel_outliers,
-    "one-hot": _one_hot,
-    "needle": _needle,
-    "constant-v": _constant_v,
-    "ones-v": _ones_v,
-    "offset-v": _offset_v,
-    "positive-v": _positive_v,
-    "cancel-v": _cancel_v,
-    "probe-v": _probe_v,
-    "first-token": _first_token,
-    "shifted-down": _shifted(-150.0),
-    "shifted-up": _shifted(150.0),
-    "qk-norm": _qk_norm,
-    "ties": _ties,
+@dataclass(frozen=True, slots=True)
+class InputClass:
+    """An input distribution."""
+
+    fill: Callable[[Draw], QKV]
+    about: str  # one line: what it is and what it shows
+
+
+INPUT_CLASSES: dict[str, InputClass] = {
+    "randn": InputClass(_plain(1.0), "N(0, 1): logits of standard deviation 1"),
+    "flat": InputClass(_plain(0.05), "logits of standard deviation 0.05: nearly equal weights"),
+    "peaked": InputClass(_plain(8.0), "logits of standard deviation 8: a few keys take most"),
+    "x10": InputClass(_plain(100.0, 10.0), "q, k and v ten times larger: logits of standard deviation 100"),
+    "logits-3e3": InputClass(_plain(3000.0), "logits of standard deviation 3000: one-hot, with large numbers to subtract"),
+    "outliers": InputClass(_outliers, "N(0, 1) + N(0, 100) with probability 1/1000: FlashAttention-3, Table 3"),
+    "k-channels": InputClass(
+        _channel_outliers, "a few channels of k carry a large constant, as in trained models; smoothing k takes it off"
+    ),
+    "one-hot": InputClass(_one_hot, "half the rows point at one key of theirs with a logit of 40, the others are random"),
+    "needle": InputClass(
+        _needle,
+        "every row points at one key with a logit of 90: the output is that key's v, so the rows read the whole page table",
+    ),
+    "constant-v": InputClass(_constant_v, "v = 0.7109375 everywhere"),
+    "ones-v": InputClass(_ones_v, "v = 1: the output is 1 whatever the weights; numerator against denominator"),
+    "offset-v": InputClass(_offset_v, "v = 8 + 0.5 N(0, 1)"),
+    "positive-v": InputClass(_positive_v, "v = |N(0, 1)|: lost weight shows as a gain"),
+    "cancel-v": InputClass(_cancel_v, "large values of alternating sign that cancel under nearly flat weights"),
+    "probe-v": InputClass(_probe_v, "column c of v marks the c-th block of keys: the output reads out the weight of every block"),
+    "first-token": InputClass(
+        _first_token, "the first key takes most of the weight and carries almost nothing: an attention sink among the tokens"
+    ),
+    "shifted-down": InputClass(_shifted(-150.0), "all logits of a row near -150: exp underflows where it is not shifted"),
+    "shifted-up": InputClass(_shifted(150.0), "all logits of a row near 150: exp overflows where it is not shifted"),
+    "qk-norm": InputClass(_qk_norm, "q and k RMS-normed with gains: unscaled families get their native, nearly one-hot softmax"),
+    "ties": InputClass(_ties, "only eight different keys: the roundings of P are coherent"),
 }
 
 # Judged only where the record promises what they need.
-PROMISED_CLASSES: dict[str, Callable[[Draw], QKV]] = {
-    "tiny-v": _tiny_v,  # no flush to zero
-    "logits-1e36": _huge_logits,  # |logit| beyond 2^20: subtract-first
+PROMISED_CLASSES: dict[str, InputClass] = {
+    "tiny-v": InputClass(_tiny_v, "v so small that outputs are subnormal; only for kernels that promise not to flush them"),
+    "logits-1e36": InputClass(_huge_logits, "|logit| far beyond 2^20; only for kernels that promise to subtract first"),
 }
 
 LOGIT_LIMIT = 2.0**20  # live |logit| at most, by the contract, but for "logits-1e36"
 
 # Judged only for kernels that ask for what travels with them as case extras.
-EXTRA_CLASSES: dict[str, Callable[[Draw], QKV]] = {"shared-kv": _shared_kv}
+EXTRA_CLASSES: dict[str, InputClass] = {
+    "shared-kv": InputClass(
+        _shared_kv, "K is V times a norm weight but for its rotated quarter; only for kernels that ask for the weight"
+    )
+}
 EXTRAS: dict[str, Callable[[Case], dict[str, Tensor]]] = {
     "shared-kv": lambda case: {"k_norm_weight": k_norm_weight(case)},
 }

@@ -89,7 +89,7 @@ def _drawn(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if case.inputs not in classes:
         raise InputError(f"case {case.name}: no input class {case.inputs!r}; there are {', '.join(classes)}")
     draw = Draw(case, visible_keys(case), Stream(case.seed, f"inputs/{case.inputs}"))
-    q, k, v = classes[case.inputs](draw)
+    q, k, v = classes[case.inputs].fill(draw)
     return q, k, v, _sinks(case)
 
 
@@ -134,4 +134,4 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype:
         return x
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)  # a conversion to e4m3 or fp16 would overflow
+    return x.float().clamp(-limit, limit).to(dtype)  # a conversion to e4m3 or fp16 would overflow

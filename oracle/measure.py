@@ -114,14 +114,21 @@ def tell(call: Call, rows: Tensor, roundoff: Roundoff, *, qk_block: int = 1) -> 
 
 
 def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measured:
-    """Errors of `out` (R, q_heads, head_dim_v) and natural-log `lse` (R, q_heads) at the rows of `truth`."""
+    """Errors of `out` (R, q_heads, head_dim_v) and natural-log `lse` (R, q_heads) at the rows of `truth`.
+
+    Raises ValueError for any other shape: one that broadcasts is no answer.
+    """
     x, limits = truth.exact, truth.bound
+    for name, result, like in (("out", out, x.out), ("lse", lse, x.lse)):
+        if result is not None and result.shape != like.shape:
+            raise ValueError(f"{name}: got shape {tuple(result.shape)}, want {tuple(like.shape)}")
     got, want = out.double(), x.out
     live = (~x.empty)[:, None, None].expand_as(want)
     finite = torch.isfinite(got)
     err = torch.where(finite, got - want, math.inf)
     e = torch.where(live, err.abs() / limits.b, 0.0)
     e = torch.where(torch.isnan(e), torch.where(err == 0, 0.0, math.inf), e)  # 0/0: a bound of 0 demands exactness
+    e = torch.where(finite, e, math.inf)  # in rows without keys too
     e = _refined(truth, call, got, e)
     e_det = torch.where(live, err.abs() / limits.b_det, 0.0)
     e_det = torch.where(torch.isnan(e_det), torch.where(err == 0, 0.0, math.inf), e_det)
@@ -134,12 +141,12 @@ def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measur
     per_row = torch.where(torch.isfinite(e), e, 0.0).square().sum(-1)
     size = torch.where(live, 1.0, 0.0).sum(-1)
     index = torch.unique(cluster, return_inverse=True)[1].flatten()
-    clusters = int(index.max()) + 1
+    clusters = int(index.max()) + 1 if len(index) else 0
     return Measured(
         elements=want.numel(),
-        not_finite=int((~finite & live).sum()) + int((~finite & ~live).sum()),
+        not_finite=int((~finite).sum()),
         worst=_worst(truth, e, got, want, limits.b),
-        worst_det=float(e_det.max()),
+        worst_det=float(e_det.max()) if e_det.numel() else 0.0,
         worst_lse=worst_lse,
         worst_lse_after=after,
         fits_after=fits_after,
@@ -154,6 +161,8 @@ def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measur
 
 
 def _worst(truth: Truth, units: Tensor, got: Tensor, want: Tensor, limit: Tensor) -> Worst:
+    if units.numel() == 0:
+        return Worst(units=0.0, row=-1, head=-1, column=-1, got=0.0, want=0.0, limit=0.0)
     at = int(units.flatten().argmax())
     columns = units.shape[2] if units.dim() == 3 else 1
     row, rest = divmod(at, units.shape[1] * columns)
@@ -207,13 +216,23 @@ def _lse(truth: Truth, lse: Tensor | None) -> tuple[Worst | None, float, bool, i
     telling = shown & ((x.lse_after - want).abs() > 2 * limits.b_lse)  # rows where the two sums differ visibly
     agree = residual[telling] <= limits.b_lse[telling]
     fits = bool(agree.numel() >= 20 and float(agree.double().mean()) > 0.9)
-    return _worst(truth, units, got, want, limit), float(after.max()), fits, wrong
+    return _worst(truth, units, got, want, limit), float(after.max()) if after.numel() else 0.0, fits, wrong
 
 
 def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
-    """Per direction, the sums over rows.  err' leaves out the rounding of the exact value to the output's format."""
+    """Per direction, the sums over rows.  err' leaves out the rounding of the exact value to the output's format.
+
+    Where that rounding is not predictable, err' would be biased for a correct kernel: an exact value halfway between two
+    outputs (a constant v under a scale) goes up or down by chance, but its rounding always one way.  Such elements are left
+    out, and where the error is larger than the outputs' spacing the rounding adds nothing to it.
+    """
     x, b = truth.exact, truth.bound.b
-    err = torch.where(counted, out.double() - x.out.to(out.dtype).double(), 0.0)
+    size = truth.roundoff.u_out * x.out.abs()
+    before = (b / (1 + 2 * truth.roundoff.u_out) - size).clamp(min=0.0)  # of the bound, without the output's rounding
+    low, nearest, high = (x.out.add(shift).to(out.dtype).double() for shift in (-before / 2, 0.0, before / 2))
+    steady, spread = low == high, before >= 3 * size
+    counted = counted & (steady | spread)
+    err = torch.where(counted, out.double() - torch.where(steady, nearest, x.out), 0.0)
     inverse = torch.where(counted & (b > 0), 1.0 / b, 0.0)
     scaled = err * inverse
     sums = {}

@@ -27,8 +27,8 @@ PIPE_WIDTH = 120
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict as JSON, whole; `oracle/schema/verdict.schema.json` holds for it."""
-    data = asdict(verdict)
-    return {"format": VERSION, "exit_code": verdict.exit_code, "reasons": [str(r) for r in verdict.reasons]} | _plain(data)
+    whole: dict[str, Any] = _plain(asdict(verdict))
+    return {"format": VERSION, "exit_code": verdict.exit_code, "reasons": [str(r) for r in verdict.reasons]} | whole
 
 
 def _plain(value: Any) -> Any:
@@ -108,7 +108,7 @@ def _figures(verdict: Verdict) -> RenderableType:
         table.add_row("against", _ratio(verdict.ratios[0], verdict.incumbent))
     slopes = "; ".join(f"{name} {s['beta']:+.1e} ({s['share_of_limit']:.0%} of its limit)" for name, s in f.slopes.items())
     table.add_row("slopes", slopes)
-    table.add_row("calls", f"{f.calls} of {f.seconds:.1f} s in all")
+    table.add_row("calls", f"{f.calls}")
     return table
 
 

@@ -38,15 +38,12 @@ def sample_rows(case: Case, at_least: int) -> Tensor:
     few = torch.tensor(sorted({1, 2, *(t + d for t in KEY_TILES for d in (-1, 0, 1))}))
     for count in few.tolist():
         chosen.append((length == count).nonzero().flatten()[:1])
-    edges = torch.unique(torch.cat(chosen))
-    if len(edges) > at_least:  # every k-th edge of a crowded list, the first and the last always among them
-        keep = torch.linspace(0, len(edges) - 1, at_least).round().long()
-        return edges[torch.unique(keep)]
-    free = torch.ones(total, dtype=torch.bool)
-    free[edges] = False
-    others = free.nonzero().flatten()
-    random = others[Stream(case.seed, "rows").permutation(len(others))[: at_least - len(edges)]]
-    return torch.cat([edges, random]).sort().values
+    listed = torch.zeros(total, dtype=torch.bool)
+    listed[torch.cat(chosen)] = True
+    others = (~listed).nonzero().flatten()
+    wanted = max(0, at_least - int(listed.sum()))
+    listed[others[Stream(case.seed, "rows").permutation(len(others))[:wanted]]] = True
+    return listed.nonzero().flatten()
 
 
 def _edges(case: Case, q_len: int, kv_len: int) -> list[int]:

@@ -80,7 +80,6 @@ CAPTURES = {  # shipped captures: file -> (family, tokens)
     "smollm2-layer00.safetensors": ("smollm2", 640),
     "smollm2-layer18.safetensors": ("smollm2", 640),
 }
-LONG_FAMILY = Family(name="long-gqa", q_heads=4, kv_heads=1, head_dim=64, head_dim_v=64, scale=0.125, source="long contexts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +106,9 @@ def input_classes(scope: Scope) -> list[str]:
 
 def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()) -> Suite:
     """The suite of `profile` for a kernel of the given scope.  Same arguments, same cases."""
-    structured = _family_cases(scope, seed, families) + ([] if families else _long_cases(seed) + _promised_cases(seed))
-    structured += _captured_cases(seed, families)
+    structured = _family_cases(scope, seed, families) + _captured_cases(scope, seed, families)
+    if not families:
+        structured += _long_cases(scope, seed) + _promised_cases(scope, seed)
     fits = [c for c in structured if scope.refuses(c) is None]
     skipped = [(c, reason) for c in structured if (reason := scope.refuses(c)) is not None]
     grid: list[Case] = []
@@ -304,15 +304,13 @@ def _family_case(family: Family, inputs: str, scope: Scope, seed: int, *, whole:
     reach = _reach(family) if whole else min(_reach(family), 400)
     wide = family.q_heads * family.head_dim >= 4096
     q_lens, kv_lens = ((1, 0, 9, 4), (reach, 5, 70, 33)) if wide else ((1, 0, 40, 6), (reach, 5, 130, 70))
-    page_size = next((p for p in (16, 64) if p in scope.record.page_sizes), scope.record.page_sizes[0])
-    dtype = "bf16" if "bf16" in scope.record.dtypes else scope.record.dtypes[0]
     return Case(
         name=name,
         family=family,
-        dtype=dtype,
+        dtype=_dtype(scope),
         q_lens=q_lens,
         kv_lens=kv_lens,
-        page_size=page_size,
+        page_size=_page_size(scope, 16),
         layout="layers-in-page" if family.kv_heads * family.head_dim <= 1024 else "kv-in-page",
         inputs=inputs,
         sinks="small" if family.sinks else "none",
@@ -320,7 +318,25 @@ def _family_case(family: Family, inputs: str, scope: Scope, seed: int, *, whole:
     )
 
 
-def _long_cases(seed: int) -> list[Case]:
+def _dtype(scope: Scope) -> str:
+    """bf16, or what the kernel has instead."""
+    return "bf16" if "bf16" in scope.record.dtypes else scope.record.dtypes[0]
+
+
+def _page_size(scope: Scope, wanted: int) -> int:
+    """The declared page size nearest to the one wanted."""
+    return min(scope.record.page_sizes, key=lambda size: abs(size - wanted))
+
+
+def _small_family(scope: Scope) -> Family:
+    """Few heads of the smallest head dim that the kernel has declared: what long contexts are affordable in."""
+    d, dv = min(_record_dims(scope), key=sum)
+    groups = scope.record.groups
+    group = 4 if groups is None or 4 in groups else groups[0]
+    return Family(name=f"long-{group}x1-{d}/{dv}", q_heads=group, kv_heads=1, head_dim=d, head_dim_v=dv, scale=d**-0.5)
+
+
+def _long_cases(scope: Scope, seed: int) -> list[Case]:
     """Beyond 4,096 keys and beyond 32,768, where tails of tables and accumulators show."""
     shapes = [
         ("4k", (1, 5, 30), (4_097, 5_003, 4_500), ("randn", "needle", "positive-v", "first-token")),
@@ -333,10 +349,11 @@ def _long_cases(seed: int) -> list[Case]:
             cases.append(
                 Case(
                     name=name,
-                    family=LONG_FAMILY,
+                    family=_small_family(scope),
+                    dtype=_dtype(scope),
                     q_lens=q_lens,
                     kv_lens=kv_lens,
-                    page_size=16 if i % 2 else 64,
+                    page_size=_page_size(scope, 16 if i % 2 else 64),
                     inputs=inputs,
                     seed=case_seed(seed, name),
                 )
@@ -344,14 +361,15 @@ def _long_cases(seed: int) -> list[Case]:
     return cases
 
 
-def _promised_cases(seed: int) -> list[Case]:
+def _promised_cases(scope: Scope, seed: int) -> list[Case]:
     return [
         Case(
             name=f"promised/{inputs}/{dtype}",
-            family=LONG_FAMILY,
+            family=_small_family(scope),
             dtype=dtype,
             q_lens=(60,),
             kv_lens=(300,),
+            page_size=_page_size(scope, 16),
             inputs=inputs,
             seed=case_seed(seed, inputs),
         )
@@ -360,7 +378,7 @@ def _promised_cases(seed: int) -> list[Case]:
     ]
 
 
-def _captured_cases(seed: int, families: Sequence[str]) -> list[Case]:
+def _captured_cases(scope: Scope, seed: int, families: Sequence[str]) -> list[Case]:
     """A prefill chunk of each capture, and one decode step."""
     cases = []
     for file, (family, tokens) in CAPTURES.items():
@@ -372,6 +390,8 @@ def _captured_cases(seed: int, families: Sequence[str]) -> list[Case]:
                 Case(
                     name=name,
                     family=FAMILIES[family],
+                    dtype=_dtype(scope),
+                    page_size=_page_size(scope, 16),
                     q_lens=(q_len,),
                     kv_lens=(tokens,),
                     inputs="captured",
@@ -389,8 +409,14 @@ def _cheapest_first(cases: list[Case], twins: dict[str, Case]) -> list[Case]:
 
 
 def _twins(grid: list[Case]) -> dict[str, Case]:
-    """The shapes of a few cases again, with other data and another page table: sees what a kernel keeps between calls."""
-    return {c.name: replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in grid[:: max(1, len(grid) // 6)][:6]}
+    """A few cases again as `_twin` makes them: sees what a kernel keeps between calls, its plan of the lengths included."""
+    several = [c for c in grid if len(set(zip(c.q_lens, c.kv_lens, strict=True))) > 1] or grid
+    return {c.name: _twin(c) for c in several[:: max(1, len(several) // 6)][:6]}
+
+
+def _twin(case: Case) -> Case:
+    """The same shapes with other data, another page table, and the sequences in reverse order."""
+    return replace(case, name=f"{case.name}+again", seed=case.seed + 1, q_lens=case.q_lens[::-1], kv_lens=case.kv_lens[::-1])
 
 
 def _with_rows(cases: list[Case]) -> list[Case]:
@@ -423,7 +449,7 @@ def _tenth(grid: list[Case], structured: list[Case]) -> list[Case]:
         :3
     ]
     real = [c for c in structured if c.captured and c.name.endswith("decode")][:1]
-    twin = [replace(c, name=f"{c.name}+again", seed=c.seed + 1) for c in chosen[:1]]
+    twin = list(_twins(chosen).values())[:1]
     return [
         replace(c, rows=max(8, -(-rows_needed(SHARE, CONFIDENCE) // c.family.q_heads))) for c in families + real + chosen + twin
     ]

@@ -22,30 +22,56 @@ EXIT_CODES = {Outcome.ACCEPT: 0, Outcome.REJECT: 1, Outcome.INCONCLUSIVE: 3, Out
 class Reason(StrEnum):
     """Why a kernel is rejected.  Where several hold, the one that stands first here explains the others."""
 
-    CRASH = "crash"  # its process died: a signal, or it left by itself
+    CRASH = "crash"
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out-of-memory"
     EXCEPTION = "exception"
-    WRONG_RESULT = "wrong-result"  # another shape, dtype or type than the contract says
-    TAMPERED = "tampered"  # it interfered with the measurement
-    NOT_FINITE = "not-finite"  # NaN or inf where the exact answer is finite
-    ERROR = "error-exceeds-bound"  # e > 1
-    LSE = "lse-exceeds-bound"  # e_lse > 1
-    EMPTY_ROW = "empty-row"  # a row without keys is not 0, or its LSE not -inf (or the sink)
-    LATER_CALL = "later-call"  # right at first, other bits when called again after other calls
-    NONDETERMINISTIC = "nondeterministic"  # other bits for the same call, undeclared
-    LEAK = "past-the-plan"  # what lies past the plan changes the result
-    PAGE_IDS = "page-ids"  # other page ids for the same data change the result
-    CANARY = "canary"  # it wrote past the plan of `out`
+    WRONG_RESULT = "wrong-result"
+    TAMPERED = "tampered"
+    NOT_FINITE = "not-finite"
+    ERROR = "error-exceeds-bound"
+    LSE = "lse-exceeds-bound"
+    EMPTY_ROW = "empty-row"
+    LATER_CALL = "later-call"
+    NONDETERMINISTIC = "nondeterministic"
+    LEAK = "past-the-plan"
+    PAGE_IDS = "page-ids"
+    CANARY = "canary"
     INPUT_WRITTEN = "input-written"
-    GAIN = "gain"  # an error proportional to the output: lost weight, truncation
-    TEMPERATURE = "temperature"  # an error as of another softmax scale
-    BIAS = "bias"  # a mean error
-    FP32_LINE = "fp32-line"  # farther from fp32 than --within-fp32 allows
-    NO_DOOR = "no-door"  # safe, but through none of the doors allowed
-    LESS_ACCURATE = "less-accurate"  # door 2: its error is larger than the incumbent's by more than the margin
-    LOOSER_CONTRACT = "looser-contract"  # its declared arithmetic may pass only against a named incumbent, or by drift
+    GAIN = "gain"
+    TEMPERATURE = "temperature"
+    BIAS = "bias"
+    FP32_LINE = "fp32-line"
+    NO_DOOR = "no-door"
+    LESS_ACCURATE = "less-accurate"
+    LOOSER_CONTRACT = "looser-contract"
 
+
+MEANINGS: dict[Reason, str] = {
+    Reason.CRASH: "its process died: a signal, or it left by itself",
+    Reason.TIMEOUT: "no answer in time",
+    Reason.OUT_OF_MEMORY: "it asked for more memory than it may have",
+    Reason.EXCEPTION: "it raised",
+    Reason.WRONG_RESULT: "another shape, dtype or type than the contract says",
+    Reason.TAMPERED: "it interfered with the measurement",
+    Reason.NOT_FINITE: "NaN or inf where the exact answer is finite",
+    Reason.ERROR: "e > 1",
+    Reason.LSE: "e_lse > 1",
+    Reason.EMPTY_ROW: "a row without keys is not 0, or its LSE not -inf (or the sink)",
+    Reason.LATER_CALL: "right at first, other bits when called again after other calls",
+    Reason.NONDETERMINISTIC: "other bits for the same call, undeclared",
+    Reason.LEAK: "what lies past the plan changes the result",
+    Reason.PAGE_IDS: "other page ids for the same data change the result",
+    Reason.CANARY: "it wrote past the plan of `out`",
+    Reason.INPUT_WRITTEN: "it changed q, k, v or the plan",
+    Reason.GAIN: "an error proportional to the output: lost weight, truncation",
+    Reason.TEMPERATURE: "an error as of another softmax scale",
+    Reason.BIAS: "a mean error",
+    Reason.FP32_LINE: "farther from fp32 than --within-fp32 allows",
+    Reason.NO_DOOR: "safe, but through none of the doors allowed",
+    Reason.LESS_ACCURATE: "door 2: its error is larger than the incumbent's by more than the margin",
+    Reason.LOOSER_CONTRACT: "its declared arithmetic may pass only against a named incumbent, or by drift",
+}
 
 PRIORITY = {reason: i for i, reason in enumerate(Reason)}
 DOORS = ("bits", "accuracy", "drift")

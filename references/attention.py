@@ -60,6 +60,7 @@ class Exact:
     s_range: Tensor  # m - min s_j
     p2: Tensor  # sqrt(sum p_j^2)
     p2g: Tensor  # the same with equal p summed first
+    v_scale: Tensor  # |v_scale|
 
     @property
     def keys(self) -> Tensor:
@@ -85,6 +86,7 @@ PER_ROW = (
     "s_range",
     "p2",
     "p2g",
+    "v_scale",
 )
 
 
@@ -244,6 +246,7 @@ class _Chunk:
             "s_max": torch.maximum(top.abs(), low.abs()).masked_fill(nothing, 0.0),
             "s_range": m - low,
             "b1": torch.linalg.vecdot(p, qk),
+            "v_scale": self.v_scale.abs().squeeze(-1).expand_as(m),
         }
         size, peak = self.q.norm(dim=-1) * self.sigma.abs(), self.q.abs().amax(-1)
         if self.qk_block > 1:

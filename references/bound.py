@@ -122,7 +122,10 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     p_worst = u_numerator * x.v1 + integer / 2 * n * x.v_max
     accumulated = WORST_CHAIN * n + 2 * torch.ceil(n / TILE) + 4
     steps = n / MMA + 2 * torch.ceil(n / TILE)
-    absolute = r.a_p * x.w1 + r.a_out
+    # an accumulator has the subnormals of fp32 whatever the format of P, and v_scale may multiply what it holds
+    underflow = FORMATS["fp32"].smallest_subnormal / 2 * x.v_scale.unsqueeze(-1)
+    absolute = r.a_p * x.w1 + r.a_out + underflow * (LAMBDA * (n / 3).sqrt() + 4)  # n uniform roundings
+    absolute_worst = r.a_p * x.w1 + r.a_out + underflow * accumulated
     value_scale = U32 * (r.scales > 0) * out
 
     spread_likely = spread(logits(chain, x.a2, x.g2, x.s2))
@@ -139,7 +142,7 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     b_det = (1 + 2 * r.u_out) * (
         r.u_out * out
         + spread(eta_worst)
-        + growth * (p_worst + accumulated * r.u_acc * x.v1 + (n + 8) * U32 * out + value_scale + absolute)
+        + growth * (p_worst + accumulated * r.u_acc * x.v1 + (n + 8) * U32 * out + value_scale + absolute_worst)
     )
     lse_size = x.lse.abs().masked_fill(x.empty[:, None], 0.0)
     tail = 3 * U32 * (lse_size + x.s_max) + 2.0**-149

@@ -151,8 +151,10 @@ class Dense:
             + v_absolute
             + a_p * l_inverse * n * self.v_peak
         )
-        growth = math.exp(min(4 * (shared + denominator + numerator), 50.0))
-        error = torch.clamp(growth * error, max=4 * self.v_peak)
+        # to first order while the weights change by less than a factor of 3; else all that is sure is the range of v
+        growth = math.exp(min(4 * (shared + denominator + numerator), 1.0))
+        sure = torch.full_like(error, 4 * self.v_peak)
+        error = sure if growth == math.e else torch.minimum(growth * error, sure)
         absolute_sum = a_p * l_inverse * n if a.row_sum == "after" else 0.0
         lse = shared + growth * (denominator + absolute_sum) + 8 * U32 * (abs(float(self.lse)) + abs(self.sink))
         return (1 + 2 * u_out) * (u_out * self.out.abs() + error) + a_out + 2.0**-140, lse + 20 * U32 * float(self.s.abs().max())

@@ -80,6 +80,8 @@ def _scalar(kind: type, value: object, where: str) -> object:
         raise _wrong(where, value, _WORDS[kind])
     if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
         raise _wrong(where, value, _WORDS[float])
+    if where == "precision.p_scale" and value == 0:
+        raise _wrong(where, value, "a finite number > 0")
     if type(value) is int and value < 1:
         raise _wrong(where, value, _WORDS[int])
     if isinstance(value, str) and value not in _CHOICES[where]:

@@ -1,0 +1,100 @@
+"""Writes the tables in docs/tables.md and the transcripts in README.md: `make docs`.  A test fails when they differ."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+
+from oracle.accept import Asked, accept, listed
+from oracle.families import FAMILIES
+from oracle.inputs import EXTRA_CLASSES, INPUT_CLASSES, PROMISED_CLASSES
+from oracle.kernels.table import KERNELS
+from oracle.report import PIPE_WIDTH, verdict_text
+from oracle.verdict import MEANINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+TRANSCRIPT = re.compile(r"<!-- oracle accept (.*?) -->\n```\n(.*?)```\n", re.DOTALL)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table."""
+    heads = list(columns)
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def tables() -> str:
+    """The text of docs/tables.md."""
+    classes = INPUT_CLASSES | PROMISED_CLASSES | EXTRA_CLASSES
+    covered = listed(Asked(candidate="emulator", seed=0))
+    parts = [
+        "# Tables\n\nMade by `make docs`.",
+        "## Kernels (`oracle kernels`)",
+        table(
+            ("name", "about", "verdict expected", "against"),
+            (
+                (f"`{n}`", r.about, f"{r.expect} {r.door or r.reason}".strip(), r.against or "emulator")
+                for n, r in KERNELS.items()
+            ),
+        ),
+        "## Families (`oracle families`)",
+        table(
+            ("family", "heads", "head dim", "scale", "mask", "softcap", "sinks", "from"),
+            (
+                (
+                    f"`{f.name}`",
+                    f"{f.q_heads}:{f.kv_heads}",
+                    f.head_dim if f.head_dim == f.head_dim_v else f"{f.head_dim}/{f.head_dim_v}",
+                    f"{f.scale:.4g}",
+                    ("causal" if f.causal else "full") + (f", window {f.window}" if f.window != (-1, -1) else ""),
+                    f"{f.softcap:g}" if f.softcap else "",
+                    "yes" if f.sinks else "",
+                    f.source,
+                )
+                for f in FAMILIES.values()
+            ),
+        ),
+        "## Input classes",
+        table(("class", "what it is"), ((f"`{name}`", c.about) for name, c in classes.items())),
+        "## Reasons for a reject, the most telling first",
+        table(("code", "meaning"), ((f"`{reason}`", text) for reason, text in MEANINGS.items())),
+        "## What the default profile covers (`oracle accept emulator --list --seed 0`)",
+        f"{covered.cases} cases, {covered.rows:,} query rows, {covered.elements:,} output elements.",
+        table(("what must be covered", "count"), ((name, f"{count:,}") for name, count in covered.counts.items())),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def transcript(arguments: str) -> str:
+    """What `oracle accept ARGUMENTS` prints."""
+    words = arguments.split()
+    seed = int(words[words.index("--seed") + 1])
+    profile = words[words.index("--profile") + 1] if "--profile" in words else ""
+    sys.argv = ["oracle", "accept", *words]  # what the verdict shows as the command that gives it again
+    out = io.StringIO()
+    Console(file=out, width=PIPE_WIDTH, highlight=False).print(
+        verdict_text(accept(Asked(candidate=words[0], profile=profile, seed=seed)))
+    )
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def with_transcripts(readme: str) -> str:
+    """The README with every transcript made again."""
+    return TRANSCRIPT.sub(lambda m: f"<!-- oracle accept {m[1]} -->\n```\n{transcript(m[1])}```\n", readme)
+
+
+def main() -> None:
+    """Writes both files."""
+    (ROOT / "docs/tables.md").write_text(tables())
+    readme = ROOT / "README.md"
+    readme.write_text(with_transcripts(readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()
