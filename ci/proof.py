@@ -33,17 +33,21 @@ def judged(job: tuple[str, int, str]) -> tuple[str, int, Verdict, float]:
 
 
 def jobs(seeds: int, only: str) -> list[tuple[str, int, str]]:
-    """(target, seed, incumbent) of every run.  A looser contract is judged against itself: the only door open to it."""
-    correct = []
-    for name in VARIANTS:
-        target = f"oracle.kernels.emulated:{name}"
-        loose = looser_than_default(variant(name).record.precision)  # type: ignore[attr-defined]
-        correct += [(target, seed, target if loose else "") for seed in range(seeds)]
-    faulty = []
+    """(target, seed, incumbent) of every run, the faults first.
+
+    A kernel of a looser contract is judged once, against itself: the only door open to it.
+    """
+    runs = []
     for name, fault in FAULTS.items():
         loose = looser_than_default(fault.record.precision)
-        faulty.append((f"oracle.mutants.planted:{name}", 0, "oracle.kernels.emulated:p_e4m3" if loose else ""))
-    return [job for job in faulty + correct if only in job[0]]
+        runs.append((f"oracle.mutants.planted:{name}", 0, "oracle.kernels.emulated:p_e4m3" if loose else ""))
+    for seed in range(seeds):
+        for name in VARIANTS:
+            target = f"oracle.kernels.emulated:{name}"
+            loose = looser_than_default(variant(name).record.precision)  # type: ignore[attr-defined]
+            if seed == 0 or not loose:
+                runs.append((target, seed, target if loose else ""))
+    return [run for run in runs if only in run[0]]
 
 
 def row(target: str, runs: list[tuple[int, Verdict, float]]) -> str:

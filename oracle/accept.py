@@ -28,9 +28,9 @@ from oracle.references.arithmetic import Arithmetic
 from oracle.references.dense import dense_fp32
 from oracle.references.emulator import emulate
 from oracle.scope import Scope
-from oracle.suite import FACTORS, Suite, build
+from oracle.suite import FACTORS, PROFILES, Suite, build
 from oracle.trial import ENOUGH, Prepared, Seen, Trial, prepared_ahead
-from oracle.verdict import Coverage, Finding, Verdict
+from oracle.verdict import DOORS, Coverage, Finding, Verdict
 
 EMULATOR = "emulator (textbook)"
 MEMORY_LIMIT = 8 << 30
@@ -99,7 +99,7 @@ def open_kernel(name: str, device: str) -> Candidate:
 
 def default_seed(source_sha256: str | None) -> int:
     """A seed that a kernel's author cannot tune for: it changes with every change of the source, and with the suite."""
-    text = f"{source_sha256}/{oracle.__version__}/{sorted(FACTORS)}"
+    text = f"{source_sha256}/{oracle.__version__}/{sorted(FACTORS.items())}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
@@ -108,6 +108,10 @@ def read_ahead(asked: Asked) -> list[Case]:
     for name in asked.families:
         if name not in FAMILIES:
             raise InputError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+    if asked.profile not in ("", *PROFILES):
+        raise InputError(f"no profile {asked.profile!r}; there are {', '.join(PROFILES)}")
+    if not asked.doors or not set(asked.doors) <= set(DOORS):
+        raise InputError(f"doors allowed: {', '.join(asked.doors) or 'none'}; expected some of {', '.join(DOORS)}")
     return [] if asked.cases is None else read_cases(asked.cases)
 
 

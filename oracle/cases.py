@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
+from oracle.captured import shipped
 from oracle.errors import InputError
 from oracle.families import FAMILIES, Family
 
 LAYOUTS = ("plain", "kv-in-page", "layers-in-page", "strided", "hnd")
-SCALES = ("none", "scalar", "per-head", "per-sequence")
+SCALES = ("none", "scalar", "per-head", "per-sequence", "kv-scalar", "kv-per-head", "kv-per-sequence")  # kv-: no q_scale
 SINKS = ("none", "small", "dominant", "below")
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -53,6 +55,16 @@ class Case:
         ):
             if value not in allowed:
                 raise InputError(f"case {self.name}: {what} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+        for number, least, what in (
+            (min(self.q_lens, default=0), 0, "a length in q_lens"),
+            (min(self.kv_lens, default=0), 0, "a length in kv_lens"),
+            (self.page_size, 1, "page_size"),
+            (self.padded_seqs, 0, "padded_seqs"),
+            (self.tail_rows, 0, "tail_rows"),
+            (self.rows, 0, "rows"),
+        ):
+            if number < least:
+                raise InputError(f"case {self.name}: {what} is {number}; it must be {least} or more")
 
     @property
     def total_q(self) -> int:
@@ -100,28 +112,49 @@ def from_toml(text: str, where: str) -> Case:
         raise InputError(f"{where}: not valid TOML: {problem}") from None
     if data.pop("format", None) != 1:
         raise InputError(f"{where}: expected `format = 1` on its first line; this version of the oracle reads no other")
-    known = {f.name for f in fields(Case)}
-    if unknown := sorted(set(data) - known):
-        raise InputError(f"{where}: unknown key {unknown[0]!r}; a case has {', '.join(sorted(known))}")
-    if missing := sorted({"name", "family", "q_lens", "kv_lens"} - set(data)):
+    if isinstance(family := data.get("family"), str):
+        if family not in FAMILIES:
+            raise InputError(f"{where}: no family {family!r}; `oracle families` lists them")
+        data["family"] = FAMILIES[family]
+    elif isinstance(family, dict):
+        data["family"] = _made(Family, family, f"{where}: [family]")
+    return _made(Case, data, where)
+
+
+T = TypeVar("T", Case, Family)
+
+
+def _made(kind: type[T], data: dict[str, Any], where: str) -> T:
+    """`kind` made of the keys and values of a TOML table.  Raises InputError for a key or a value that does not fit."""
+    known = {f.name: f for f in fields(kind)}
+    if unknown := sorted(set(data) - set(known)):
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
+    if missing := [name for name, f in known.items() if f.default is MISSING and name not in data]:
         raise InputError(f"{where}: {missing[0]!r} is missing")
-    data["family"] = _family(data["family"], where)
-    data["q_lens"], data["kv_lens"] = tuple(data["q_lens"]), tuple(data["kv_lens"])
-    return Case(**data)
-
-
-def _family(value: Any, where: str) -> Family:
-    if isinstance(value, str):
-        if value not in FAMILIES:
-            raise InputError(f"{where}: no family {value!r}; `oracle families` lists them")
-        return FAMILIES[value]
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: family is a name or a table, got {value!r}")
+    for key, value in data.items():
+        expected, fits = _EXPECTED[str(known[key].type)]
+        if not fits(value):
+            raise InputError(f"{where}: {key} is {value!r}; expected {expected}")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     try:
-        row: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
-        return Family(**row)
-    except TypeError as problem:
-        raise InputError(f"{where}: [family]: {problem}") from None
+        return kind(**values)
+    except InputError as problem:
+        raise InputError(f"{where}: {problem}") from None
+
+
+def _whole(*values: Any) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {  # type of a field -> what TOML must hold, in words and as a test
+    "str": ("a line of text", lambda value: isinstance(value, str) and len(value.splitlines()) <= 1),
+    "int": ("a whole number", _whole),
+    "float": ("a number", lambda value: isinstance(value, float) or _whole(value)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[int, ...]": ("a list of whole numbers", lambda value: isinstance(value, list) and _whole(*value)),
+    "tuple[int, int]": ("two whole numbers", lambda value: isinstance(value, list) and len(value) == 2 and _whole(*value)),
+    "Family": ("the name of a family, or a table", lambda value: isinstance(value, Family)),
+}
 
 
 def read_cases(folder: Path) -> list[Case]:
@@ -131,9 +164,14 @@ def read_cases(folder: Path) -> list[Case]:
         raise InputError(f"{folder}: no *.toml case in it; `oracle accept --list` shows the cases of the built-in suite")
     cases = []
     for file in files:
-        case = from_toml(file.read_text(), str(file))
-        if case.captured:
-            case = replace(case, captured=str((file.parent / case.captured).resolve()))
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise InputError(f"{file}: cannot be read as UTF-8 text: {problem}") from None
+        case = from_toml(text, str(file))
+        beside = file.parent / case.captured
+        if case.captured and (beside.is_file() or case.captured.removesuffix(".safetensors") not in shipped()):
+            case = replace(case, captured=str(beside.resolve()))
         cases.append(case)
     return cases
 

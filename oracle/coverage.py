@@ -130,7 +130,7 @@ def _options(scope: Scope, suite: Suite, cases: Sequence[Case], need: _Need) -> 
         "window": "window_size" in scope.parameters,
         "softcap": "softcap" in scope.parameters,
         "sinks": "sinks" in scope.parameters,
-        "scales": {"q_scale", "k_scale", "v_scale"} <= scope.parameters,
+        "scales": bool({"q_scale", "k_scale", "v_scale"} & scope.parameters),
         "num_seqs": "num_seqs" in scope.parameters,
         "out given": "out" in scope.parameters,
         "8-bit cache": "e4m3" in scope.cache_dtypes,

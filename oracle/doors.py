@@ -59,7 +59,7 @@ def slope_findings(seen: Sequence[Seen], record: Record) -> tuple[list[Finding],
     for (inputs, _, capped), all_sums in pools.items():
         for name in DIRECTIONS:
             found = slope(all_sums[name])
-            floor = _floor(name, longest[(inputs, _, capped)], capped, record.precision)
+            floor = _floor(name, all_sums, longest[(inputs, _, capped)], capped, record.precision)
             parts = (abs(found.z) / SLOPE_Z, abs(found.beta) / floor, found.effect / SLOPE_EFFECT, found.rows / SLOPE_ROWS)
             share = min(parts)
             if share > nearest.get(name, (-1.0, found))[0]:
@@ -73,12 +73,19 @@ def slope_findings(seen: Sequence[Seen], record: Record) -> tuple[list[Finding],
     }
 
 
-def _floor(direction: str, keys: int, capped: bool, precision: Precision) -> float:
-    """The smallest slope that counts: accumulators without guard bits lose weight in proportion to the keys."""
+def _floor(direction: str, sums: dict[str, Sums], keys: int, capped: bool, precision: Precision) -> float:
+    """The smallest slope that counts: below it lies what a kernel that keeps its contract may show (numerics.md 4.2)."""
+    if precision.qk_format or precision.v_format:
+        return math.inf  # the error of quantised inputs is one and the same for all rows: z says nothing
+    own, eps_tanh = sums[direction], precision.eps_tanh if capped else 0.0
+    # an error of exp or tanh that follows the logits looks like another scale, the more the closer the logits lie; one of
+    # tanh alone moves weight to or from a sink
+    logits = eps_tanh * own.level + (precision.eps_exp * own.narrow if direction == "temperature" else 0.0)
+    logits = logits / own.b if own.b > 0 else 0.0
+    lost = keys * precision.u_acc / 4  # accumulators without guard bits lose weight in proportion to the keys
     if direction == "bias":
-        return BIAS_BETA
-    floor = max(SLOPE_BETA, keys * precision.u_acc / 4) if direction == "gain" else SLOPE_BETA
-    return max(floor, 2 * precision.eps_tanh) if capped else floor
+        return max(BIAS_BETA, logits, lost * math.sqrt(sums["gain"].b / max(1, sums["gain"].elements)))
+    return max(SLOPE_BETA, 2 * eps_tanh, logits, lost if direction == "gain" else 0.0)
 
 
 def ratio(label: str, seen: Sequence[Seen], margin: float, seed: int) -> Ratio:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from oracle.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,19 @@ class Family:
     softcap: float = 0.0
     sinks: bool = False
     source: str = ""  # the model it is taken from
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "q_heads", "head_dim", "head_dim_v"):
+            if (number := getattr(self, name)) < 1:
+                raise InputError(f"family {self.name}: {name} is {number}; it must be 1 or more")
+        if self.q_heads % self.kv_heads:
+            raise InputError(f"family {self.name}: q_heads is {self.q_heads}; it must be a multiple of kv_heads, {self.kv_heads}")
+        if not 0 < abs(self.scale) < math.inf:
+            raise InputError(f"family {self.name}: scale is {self.scale}; it must be finite and not 0")
+        if not 0 <= self.softcap < math.inf:
+            raise InputError(f"family {self.name}: softcap is {self.softcap}; it must be 0 (off) or a positive number")
+        if min(self.window) < -1:
+            raise InputError(f"family {self.name}: window is {self.window}; each side must be -1 (no limit) or more")
 
     @property
     def group(self) -> int:

@@ -35,8 +35,8 @@ def _prefill(stream: Stream, reach: int, page: int) -> Lengths:
 
 
 def _prefill_long(stream: Stream, reach: int, page: int) -> Lengths:
-    """More than 128 new rows after some context."""
-    n = 129 + int(stream.integers(0, 32, 1))
+    """More than 256 new rows after some context: three tiles of 128."""
+    n = 257 + int(stream.integers(0, 32, 1))
     return (n,), (max(reach, n + 40),)
 
 
@@ -65,7 +65,7 @@ GEOMETRIES: dict[str, Callable[[Stream, int, int], Lengths]] = {
     "decode-20": _decode(20),
     "decode-70": _decode(70),
     "prefill": _prefill,
-    "prefill-129+": _prefill_long,
+    "prefill-257+": _prefill_long,
     "speculative": _speculative,
     "mixed": _mixed,
     "single": _single,

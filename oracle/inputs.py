@@ -7,6 +7,7 @@ to the case's format and before dequantisation scales are taken out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Draw:
     def size(self, deviation: float) -> float:
         """What to multiply unit-variance q and k by, each, for logits of this standard deviation."""
         f = self.case.family
-        return float((deviation / (abs(f.scale) * f.head_dim**0.5)) ** 0.5)
+        return math.sqrt(deviation / (abs(f.scale) * math.sqrt(f.head_dim)))
 
     def index_in_sequence(self) -> Tensor:
         """Position of each packed key in its sequence, (total_k,) int64."""
@@ -61,6 +62,20 @@ class Draw:
 
 
 QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def _sum_squares(x: Tensor) -> Tensor:
+    """Sum of x^2 over the last axis, kept, float64, by halves: the order in which torch adds differs between processors."""
+    total = x.double().square()
+    while (n := total.shape[-1]) > 1:
+        half = n // 2
+        total = torch.cat([total[..., :half] + total[..., half : 2 * half], total[..., 2 * half :]], -1)
+    return total
+
+
+def _rms(x: Tensor) -> Tensor:
+    """Root mean square over the last axis, kept, float64."""
+    return (_sum_squares(x) / x.shape[-1]).sqrt()
 
 
 def _plain(deviation: float, v_size: float = 1.0) -> Callable[[Draw], QKV]:
@@ -88,23 +103,36 @@ def _channel_outliers(draw: Draw) -> QKV:
     return draw.q() * a, k * a, draw.v()
 
 
+def _swept(draw: Draw, heads: int) -> Tensor:
+    """One of its keys for each live row and head, packed (total_q, heads) int64.
+
+    Multiples of the golden ratio leave no gap: n pairs of a sequence, counted from its end, meet every run of 2/n of the keys
+    that all of its rows see, and the first of them meets the last key.
+    """
+    lengths, parts = list(draw.case.q_lens), [torch.zeros(0, heads, dtype=torch.int64)]
+    for lo, hi in zip(torch.split(draw.visible.lo, lengths), torch.split(draw.visible.hi, lengths), strict=True):
+        first, last = (int(lo.min()), int(hi.max())) if len(lo) else (0, 0)
+        pair = torch.arange(len(lo)).flip(0)[:, None] * heads + torch.arange(heads)
+        at = last - 1 - (pair.double() * 0.6180339887498949 % 1.0 * (last - first)).long()
+        start, size = lo[:, None], (hi - lo).clamp(min=1)[:, None]
+        beyond = (at >= hi[:, None]) & (at < hi[:, None] + size)  # past the diagonal: the row's own key stands in
+        parts.append(start + torch.where(beyond, size - 1, (at - start) % size))
+    return torch.cat(parts)
+
+
 def _towards(draw: Draw, share: float, logit: float) -> tuple[Tensor, Tensor, Tensor]:
     """q, k of unit size, and packed indices of the key that each query is pulled to with the given logit (share of rows)."""
     q, k = draw.q(), draw.k()
     lo, hi = draw.visible.lo, draw.visible.hi
     rows, heads = q.shape[:2]
-    pick = draw.stream.uniform(rows, heads)
-    # consecutive rows and heads sweep the keys, so that every page of a long table is read by some row
-    sweep = (torch.arange(rows)[:, None] * heads + torch.arange(heads)[None, :]) * 0.6180339887498949
-    at = lo[:, None] + (((pick * 0.1 + sweep) % 1.0) * (hi - lo)[:, None]).long().clamp(min=0)
-    at = at.clamp(max=max(0, k.shape[0] - 1))
     if k.shape[0] == 0:
-        return q, k, at
+        return q, k, torch.zeros(rows, heads, dtype=torch.int64)
+    at = _swept(draw, heads).clamp(max=k.shape[0] - 1)
     kv_head = torch.arange(heads) // draw.case.family.group
     target = k[at, kv_head]
     pulled = (draw.stream.uniform(rows, heads) < share) & (hi > lo)[:, None]
     scale = draw.case.family.scale
-    norm2 = target.double().square().sum(-1, keepdim=True)
+    norm2 = _sum_squares(target)
     q = torch.where(pulled[..., None], (target.double() * (logit / (scale * norm2))).float(), q * draw.size(1.0) ** 2)
     return q, k, at
 
@@ -156,7 +184,7 @@ def _first_token(draw: Draw) -> QKV:
     q, k, v = draw.q() * a, draw.k() * a, draw.v()
     u = _direction(draw, f.kv_heads, f.head_dim)
     first = draw.index_in_sequence() == 0
-    c = (12.0 / abs(f.scale)) ** 0.5
+    c = math.sqrt(12.0 / abs(f.scale))
     q = q + c * draw.per_query_head(u[None])
     k[first] = c * u * (1.0 if f.scale > 0 else -1.0)
     v[first] *= 0.02
@@ -166,7 +194,7 @@ def _first_token(draw: Draw) -> QKV:
 def _direction(draw: Draw, heads: int, dim: int) -> Tensor:
     """A unit vector per head, float32 (heads, dim)."""
     u = draw.stream.normal(heads, dim).double()
-    return (u / u.square().sum(-1, keepdim=True).sqrt()).float()
+    return (u / _sum_squares(u).sqrt()).float()
 
 
 def _shifted(logit: float) -> Callable[[Draw], QKV]:
@@ -189,7 +217,7 @@ def _qk_norm(draw: Draw) -> QKV:
 
     def normed(x: Tensor) -> Tensor:
         x = x.double()
-        return (x / x.square().mean(-1, keepdim=True).sqrt()).float() * gain
+        return (x / _rms(x)).float() * gain
 
     return normed(draw.q()), normed(draw.k() + 0.5 * draw.stream.normal(draw.case.family.head_dim)), draw.v()
 
@@ -232,7 +260,7 @@ def _shared_kv(draw: Draw) -> QKV:
     f = draw.case.family
     q, _, _ = _qk_norm(draw)
     raw = draw.v().double()
-    normed = raw / raw.square().mean(-1, keepdim=True).sqrt()
+    normed = raw / _rms(raw)
     k = normed * k_norm_weight(draw.case).double()
     quarter = f.head_dim // 4
     half = quarter // 2

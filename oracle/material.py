@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +68,12 @@ def material(case: Case) -> Material:
     q, k, v, sinks = _captured(case) if case.inputs == "captured" else _drawn(case)
     seqs, heads = len(case.q_lens), case.family.kv_heads
     q_scale, k_scale, v_scale = (_scale(case, stream, seqs, heads) for _ in range(3))
+    if case.scales.startswith("kv-"):
+        q_scale = None
     lengths = torch.tensor(case.kv_lens, dtype=torch.int64)
     rows = torch.tensor(case.q_lens, dtype=torch.int64)
     cache = TORCH_DTYPES[case.cache_dtype or case.dtype]
+    k_scale, v_scale = (_fitting(scale, x, lengths, cache) for scale, x in ((k_scale, k), (v_scale, v)))
     return Material(
         q=_rounded(_unscaled(q, q_scale, rows, case.family.group), TORCH_DTYPES[case.dtype]),
         k=_rounded(_unscaled(k, k_scale, lengths, 1), cache),
@@ -96,8 +100,14 @@ def _drawn(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 def _captured(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     # a bare name is a capture that comes with the package
     capture = load_capture(shipped().get(case.captured.removesuffix(".safetensors"), Path(case.captured)))
-    if (case.total_q, case.total_k) > (capture.q.shape[0], capture.k.shape[0]) or len(case.q_lens) != 1:
-        raise InputError(f"case {case.name}: {case.captured} holds one sequence of {capture.q.shape[0]} tokens")
+    f, has = case.family, (capture.q.shape[1], capture.k.shape[1], capture.q.shape[2], capture.v.shape[2])
+    if len(case.q_lens) != 1 or not case.total_q <= case.total_k <= capture.tokens:
+        got = f"q_lens {case.q_lens} and kv_lens {case.kv_lens}"
+        raise InputError(f"case {case.name}: {case.captured} holds one sequence of {capture.tokens} tokens, got {got}")
+    if (f.q_heads, f.kv_heads, f.head_dim, f.head_dim_v) != has:
+        raise InputError(
+            f"case {case.name}: {case.captured} holds q heads, kv heads and head dims {has}; family {f.name} has others"
+        )
     end = case.kv_lens[0]
     return capture.q[end - case.q_lens[0] : end], capture.k[:end], capture.v[:end], capture.sinks
 
@@ -111,11 +121,12 @@ def _sinks(case: Case) -> Tensor | None:
 
 
 def _scale(case: Case, stream: Stream, seqs: int, heads: int) -> Tensor | float | None:
-    if case.scales == "none":
+    kind = case.scales.removeprefix("kv-")
+    if kind == "none":
         return None
-    if case.scales == "scalar":
+    if kind == "scalar":
         return float(stream.choice(SCALE_CHOICES, 1))
-    if case.scales == "per-head":
+    if kind == "per-head":
         return stream.choice(SCALE_CHOICES, heads)
     return stream.choice(SCALE_CHOICES, seqs * heads).reshape(seqs, heads)
 
@@ -128,6 +139,14 @@ def _unscaled(x: Tensor, scale: Tensor | float | None, lengths: Tensor, group: i
         return x / scale
     per_token = scale.repeat_interleave(lengths, 0) if scale.dim() == 2 else scale.expand(x.shape[0], -1)
     return x / per_token.repeat_interleave(group, 1).unsqueeze(-1)
+
+
+def _fitting(scale: Tensor | float | None, x: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor | float | None:
+    """The scale times the least power of two under which x divided by it fits the format: clamped values would all be equal."""
+    if scale is None or not x.numel():
+        return scale
+    over = float(_unscaled(x, scale, lengths, 1).abs().max()) / torch.finfo(dtype).max
+    return scale * 2.0 ** math.frexp(over)[1] if over > 1 else scale
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,8 @@ DIRECTIONS = ("gain", "temperature", "bias")
 REFINE_ABOVE = 0.8  # rows nearer to the limit than this get V2g summed over all ties before they are believed
 WEAKEST = 1e-3  # rms(g / B) of a direction under which inputs say nothing of it (a constant v has no temperature)
 REFINE_ROWS = 256  # rows refined at most in one case
+NEAR_TIE = 2.0**-16  # relative distance from the middle of two outputs that no kernel's arithmetic resolves
+ONE_V = 2.0**-20  # spread of v over its mean, under softmax, that is fp64's own error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class Sums:
     ab: float = 0.0
     bb: float = 0.0
     elements: int = 0
+    narrow: float = 0.0  # sum of b_r over the deviation of the row's logits
+    level: float = 0.0  # sum of the a_r of a kernel whose logits are all off by their own size, and by one sign
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -66,6 +70,8 @@ class Sums:
             ab=self.ab + other.ab,
             bb=self.bb + other.bb,
             elements=self.elements + other.elements,
+            narrow=self.narrow + other.narrow,
+            level=self.level + other.level,
         )
 
 
@@ -105,12 +111,24 @@ class Measured:
         return math.sqrt(float(self.cluster_e2.sum()) / count) if count else 0.0
 
 
-def tell(call: Call, rows: Tensor, roundoff: Roundoff, *, qk_block: int = 1) -> Truth:
+def tell(call: Call, rows: Tensor, roundoff: Roundoff) -> Truth:
     """The exact answer of `call` at `rows` (R,) int64, and the bound for a contract."""
-    exact = attend(call, rows, tie_width(roundoff), smooth_k=roundoff.smooth_k, qk_block=qk_block)
+    exact = _attend(call, rows, roundoff)
     softcap, head_dim = call.softcap > 0, call.q.shape[2]
     limits = bound(exact, roundoff, softcap=softcap, head_dim=head_dim)
     return Truth(exact=exact, bound=limits, roundoff=roundoff, rows=rows, softcap=softcap, head_dim=head_dim)
+
+
+def _attend(call: Call, rows: Tensor, r: Roundoff, *, every_tie: bool = False) -> Exact:
+    return attend(
+        call,
+        rows,
+        tie_width(r),
+        every_tie=every_tie,
+        smooth_k=r.smooth_k,
+        qk_block=r.qk_block,
+        quantised_v=r.u_v > 0,
+    )
 
 
 def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measured:
@@ -190,7 +208,7 @@ def _refined(truth: Truth, call: Call, got: Tensor, e: Tensor) -> Tensor:
     if not len(doubtful):
         return e
     r = truth.roundoff
-    exact = attend(call, truth.rows[doubtful.cpu()], tie_width(r), every_tie=True, smooth_k=r.smooth_k)
+    exact = _attend(call, truth.rows[doubtful.cpu()], r, every_tie=True)
     limits = bound(exact, r, softcap=truth.softcap, head_dim=truth.head_dim).b
     refined = e.clone()
     refined[doubtful] = torch.minimum(e[doubtful], (got[doubtful] - exact.out).abs() / limits)
@@ -222,19 +240,19 @@ def _lse(truth: Truth, lse: Tensor | None) -> tuple[Worst | None, float, bool, i
 def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
     """Per direction, the sums over rows.  err' leaves out the rounding of the exact value to the output's format.
 
-    Where that rounding is not predictable, err' would be biased for a correct kernel: an exact value halfway between two
-    outputs (a constant v under a scale) goes up or down by chance, but its rounding always one way.  Such elements are left
-    out, and where the error is larger than the outputs' spacing the rounding adds nothing to it.
+    Unless that rounding would bias a correct kernel: halfway between two outputs, as v of few bits under a scale lies, the
+    exact value is rounded one way and the kernel's either way.  And where all keys have one v that is no output, a whole row,
+    head or case shares one rounding, so its size is no evidence of anything: such elements do not count.
     """
     x, b = truth.exact, truth.bound.b
-    size = truth.roundoff.u_out * x.out.abs()
-    before = (b / (1 + 2 * truth.roundoff.u_out) - size).clamp(min=0.0)  # of the bound, without the output's rounding
-    low, nearest, high = (x.out.add(shift).to(out.dtype).double() for shift in (-before / 2, 0.0, before / 2))
-    steady, spread = low == high, before >= 3 * size
-    counted = counted & (steady | spread)
-    err = torch.where(counted, out.double() - torch.where(steady, nearest, x.out), 0.0)
+    low, nearest, high = ((x.out * factor).to(out.dtype).double() for factor in (1 - NEAR_TIE, 1.0, 1 + NEAR_TIE))
+    counted = counted & ((x.spread > ONE_V * x.out.abs()) | (nearest == x.out))
+    err = torch.where(counted, out.double() - torch.where(low == high, nearest, x.out), 0.0)
     inverse = torch.where(counted & (b > 0), 1.0 / b, 0.0)
     scaled = err * inverse
+    steepness = torch.where(x.deviation > 0, 1.0 / x.deviation, 0.0)
+    rms = x.s2 / x.mass.clamp(min=1e-300).sqrt()
+    beside = (1 - x.mass).clamp(min=0.0) * rms  # a shift of all logits moves the output by itself, beside a sink
     sums = {}
     for name, g in (("gain", x.out), ("temperature", x.slope), ("bias", b)):
         weight = g * inverse
@@ -246,6 +264,10 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
             ab=float((a * bb).sum()),
             bb=float((bb * bb).sum()),
             elements=int(counted.sum()),
+            narrow=float((bb * steepness).sum()),
+            level=float(
+                (bb * steepness * rms if name == "temperature" else beside * (x.out * inverse * weight).abs().sum(-1)).sum()
+            ),
         )
     return sums
 

@@ -67,7 +67,7 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     size = case.page_size
     pages = [-(-n // size) for n in case.kv_lens]
     needed = sum(pages)
-    pool = 2 * needed + 3
+    pool = 2 * needed + 3 + salt  # so that a single page, always the last one, moves too
     ids = torch.cat([stream.permutation(pool - 1)[: max(0, needed - 1)], torch.tensor([pool - 1])])[:needed]
     ids = ids[stream.permutation(needed)] if needed else ids
     table = _garbage_table(stream, batch + case.padded_seqs, max([*pages, 1]) + 2, pool)
@@ -83,9 +83,11 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
 
     q = _queries(case, material.q, fill)
     out, live_out = _output(case, writes_padding) if case.give_out else (None, None)
-    plan_q = torch.cat([material.cu_q, torch.full((case.padded_seqs,), -(10**7), dtype=torch.int64)])
-    plan_k = torch.cat(
-        [torch.tensor(case.kv_lens, dtype=torch.int64), torch.full((case.padded_seqs,), -(10**7), dtype=torch.int64)]
+    past_q, past_k = _past_the_batch(case, fill)
+    plan_q = torch.cat([material.cu_q, past_q])
+    plan_k = torch.cat([torch.tensor(case.kv_lens, dtype=torch.int64), past_k])
+    q_scale, k_scale, v_scale = (
+        _with_hostile_rows(scale, case.padded_seqs, fill) for scale in (material.q_scale, material.k_scale, material.v_scale)
     )
     f = case.family
     call = Call(
@@ -100,14 +102,19 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
         window_size=f.window,
         softcap=f.softcap,
         sinks=material.sinks,
-        q_scale=material.q_scale,
-        k_scale=material.k_scale,
-        v_scale=material.v_scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         num_seqs=batch if case.padded_seqs else None,
         out=out,
         extras=material.extras,
     )
     return Laid(call=call, fill=fill, live_out=live_out)
+
+
+def is_canary(out: Tensor) -> Tensor:
+    """Which elements of `out` hold what it held before the call; bool of the same shape."""
+    return (out.contiguous().view(torch.uint8).view(*out.shape, out.dtype.itemsize) == CANARY).all(-1)
 
 
 def without_fill(laid: Laid) -> Call:
@@ -127,6 +134,22 @@ def _places(case: Case, ids: Tensor, pages: list[int]) -> tuple[Tensor, Tensor]:
 def _put(cache: Tensor, page: Tensor, slot: Tensor, values: Tensor) -> None:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]  # not every format can be indexed
     cache.view(bits)[page, slot] = values.view(bits)
+
+
+def _past_the_batch(case: Case, fill: Fill) -> tuple[Tensor, Tensor]:
+    """Entries of cu_seqlens_q and seqused_k past the live batch: those of a larger batch before, or out of every range."""
+    count = case.padded_seqs
+    if fill is Fill.STALE:
+        return case.total_q + 1 + torch.arange(count), torch.full((count,), case.page_size + 1, dtype=torch.int64)
+    value = 10**7 if fill in (Fill.LARGE, Fill.POS_INF) else -(10**7)
+    return torch.full((count,), value, dtype=torch.int64), torch.full((count,), value, dtype=torch.int64)
+
+
+def _with_hostile_rows(scale: Tensor | float | None, count: int, fill: Fill) -> Tensor | float | None:
+    """A scale with `count` hostile rows for the sequences past the live batch, where it has a row for each sequence."""
+    if not isinstance(scale, Tensor) or scale.dim() < 2:
+        return scale
+    return torch.cat([scale, _hostile((count, scale.shape[1]), scale.dtype, fill, scale)])
 
 
 def _garbage_table(stream: Stream, rows: int, columns: int, pool: int) -> Tensor:

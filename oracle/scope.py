@@ -25,7 +25,7 @@ class Scope:
             "window_size": f.window != (-1, -1),
             "softcap": f.softcap != 0.0,
             "sinks": case.sinks != "none",
-            "q_scale": case.scales != "none",
+            "q_scale": case.scales != "none" and not case.scales.startswith("kv-"),
             "k_scale": case.scales != "none",
             "v_scale": case.scales != "none",
             "num_seqs": case.padded_seqs > 0,

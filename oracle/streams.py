@@ -8,6 +8,7 @@ differently.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ class Stream:
             total = (total + (total >> np.uint64(32))) & np.uint64(0xFFFF)
             fixed = (total << np.uint64(24)) + ((word * _MIX) >> np.uint64(40))
             centred = fixed.astype(np.int64) - np.int64(1020 * 2**24 + 2**23)
-            values[start : start + _CHUNK] = centred * (2.0**-24 / _VARIANCE**0.5)
+            values[start : start + _CHUNK] = centred * (2.0**-24 / math.sqrt(_VARIANCE))
         return torch.from_numpy(values.reshape(shape))
 
     def uniform(self, *shape: int) -> Tensor:

@@ -31,9 +31,12 @@ MASKS: dict[str, tuple[bool, tuple[int, int]]] = {  # causal, window
     "window-128": (True, (127, 0)),
     "window-1001": (True, (1000, 0)),
     "two-sided": (False, (30, 10)),
+    "left-only": (False, (20, -1)),
+    "right-only": (False, (-1, 10)),
+    "causal-right": (True, (30, 10)),  # the causal rule hides what the window would show
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "dtype": ("bf16", "fp16", "fp32", "e4m3"),
+    "dtype": ("bf16", "fp16", "fp32", "bf16/e4m3", "fp16/e4m3"),  # of q / of the cache where it differs
     "dims": (
         (64, 64),
         (80, 80),
@@ -64,11 +67,21 @@ EXTENTS: dict[str, tuple[int, int]] = {  # geometry -> (query rows, sequences), 
     "decode-20": (20, 20),
     "decode-70": (70, 70),
     "prefill": (128, 1),
-    "prefill-129+": (160, 1),
+    "prefill-257+": (288, 1),
     "speculative": (18, 4),
     "mixed": (55, 6),
     "single": (1, 1),
     "short": (46, 4),
+}
+LONG_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # option -> changes of the family, of the case
+    "sinks": ({"sinks": True}, {"sinks": "dominant"}),
+    "window": ({"window": (2047, 0)}, {}),
+    "softcap": ({"softcap": 30.0}, {"inputs": "peaked"}),
+    "not-causal": ({"causal": False}, {}),
+    "8-bit": ({}, {"cache_dtype": "e4m3", "scales": "kv-per-sequence"}),
+    "fp16": ({}, {"dtype": "fp16"}),
+    "fp32": ({}, {"dtype": "fp32"}),
+    "hnd": ({}, {"layout": "hnd"}),
 }
 MOST_WORK = 1.2e9  # query-key pairs times heads times dims of one case
 MOST_POOL = 1.2e7  # elements of one case's page pool
@@ -108,7 +121,7 @@ def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()
     """The suite of `profile` for a kernel of the given scope.  Same arguments, same cases."""
     structured = _family_cases(scope, seed, families) + _captured_cases(scope, seed, families)
     if not families:
-        structured += _long_cases(scope, seed) + _promised_cases(scope, seed)
+        structured += _long_cases(scope, seed) + _long_option_cases(scope, seed) + _promised_cases(scope, seed)
     fits = [c for c in structured if scope.refuses(c) is None]
     skipped = [(c, reason) for c in structured if (reason := scope.refuses(c)) is not None]
     grid: list[Case] = []
@@ -140,7 +153,7 @@ def _declared(scope: Scope, family: Family | None, seed: int) -> tuple[dict[str,
             fixed["sinks"] = "none"
     plain = {name: values[0] for name, values in FACTORS.items()}
     plain |= {"sinks": "none", "scales": "none", "page_size": scope.record.page_sizes[0], "dtype": scope.record.dtypes[0]}
-    plain["dims"] = next((d for d in FACTORS["dims"] if _dims_declared(scope, d)), plain["dims"])
+    plain["dims"] = next((d for d in FACTORS["dims"] if _dims_declared(scope, d)), _record_dims(scope)[0])
     plain["group"] = scope.record.groups[0] if scope.record.groups else 1
     factors: dict[str, list[Any]] = {}
     skipped = []
@@ -175,9 +188,7 @@ def _dims_declared(scope: Scope, dims: tuple[int, int]) -> bool:
 
 def _grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | None, classes: list[str]) -> list[Case]:
     """The covering array: every pair of values of two factors stands in some case."""
-    rows = make(factors, strength=2, salt=f"{seed}/{draw}")
-    if family is None:
-        rows = _within_means(rows, factors)
+    rows = covering_rows(factors, salt=f"{seed}/{draw}", whole=family is not None)
     prefix = f"{family.name}/" if family else ""
     return [
         _case(row, f"{prefix}pair-{draw}{i:03d}", seed, family, classes[(i + draw * 7) % len(classes)])
@@ -185,10 +196,17 @@ def _grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | 
     ]
 
 
+def covering_rows(factors: dict[str, list[Any]], *, salt: str, whole: bool = False) -> list[dict[str, Any]]:
+    """Rows in which every pair of values of two factors stands somewhere; kept affordable unless `whole`."""
+    rows: list[dict[str, Any]] = make(factors, strength=2, salt=salt)
+    return rows if whole else _within_means(rows, factors)
+
+
 def _within_means(rows: list[dict[str, Any]], factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """The rows that a suite of a hundred cases can afford, and for each other row smaller ones that hold its pairs.
 
     A row that is too large is taken apart: its shape as a single query, and its geometry with few heads and with small ones.
+    A pair that still stands nowhere gets the smallest row that holds it, whatever that costs.
     """
     kept = [row for row in rows if _affordable(row)]
     seen = set().union(*map(_value_pairs, kept)) if kept else set()
@@ -203,6 +221,11 @@ def _within_means(rows: list[dict[str, Any]], factors: dict[str, list[Any]]) -> 
             if (new := _value_pairs(cheaper) - seen) and _affordable(cheaper):
                 kept.append(cheaper)
                 seen |= new
+    for row in rows:
+        for pair in sorted(_value_pairs(row) - seen, key=repr):
+            if pair not in seen:
+                kept.append(row | small | dict(pair))
+                seen |= _value_pairs(kept[-1])
     return kept
 
 
@@ -251,12 +274,12 @@ def _case(row: dict[str, Any], name: str, seed: int, family: Family | None, inpu
             sinks=row["sinks"] != "none",
         )
     q_lens, kv_lens = lengths(row["geometry"], seed=seed, reach=_reach(family), page_size=row["page_size"])
-    eight_bit = row["dtype"] == "e4m3"
+    dtype, _, cache_dtype = row["dtype"].partition("/")
     return Case(
         name=name,
         family=family,
-        dtype="bf16" if eight_bit else row["dtype"],
-        cache_dtype="e4m3" if eight_bit else "",
+        dtype=dtype,
+        cache_dtype=cache_dtype,
         q_lens=q_lens,
         kv_lens=kv_lens,
         page_size=row["page_size"],
@@ -339,8 +362,8 @@ def _small_family(scope: Scope) -> Family:
 def _long_cases(scope: Scope, seed: int) -> list[Case]:
     """Beyond 4,096 keys and beyond 32,768, where tails of tables and accumulators show."""
     shapes = [
-        ("4k", (1, 5, 30), (4_097, 5_003, 4_500), ("randn", "needle", "positive-v", "first-token")),
-        ("32k", (4, 1), (33_001, 32_769), ("randn", "positive-v", "needle")),
+        ("4k", (1, 5, 30), (4_097, 5_003, 4_500), ("randn", "needle", "positive-v", "probe-v", "first-token")),
+        ("32k", (4, 1), (33_001, 32_769), ("randn", "positive-v", "probe-v")),
     ]
     cases = []
     for label, q_lens, kv_lens, classes in shapes:
@@ -359,6 +382,27 @@ def _long_cases(scope: Scope, seed: int) -> list[Case]:
                 )
             )
     return cases
+
+
+def _long_option_cases(scope: Scope, seed: int) -> list[Case]:
+    """Each of LONG_OPTIONS beyond 4,096 keys: a short case of an option says nothing of its long loop."""
+    cases = []
+    for option, (family, case) in LONG_OPTIONS.items():
+        name = f"long-4k/{option}"
+        plain = Case(
+            name=name,
+            family=replace(_small_family(scope), **family),
+            dtype=_dtype(scope),
+            q_lens=(1, 5),
+            kv_lens=(4_097, 5_003),
+            page_size=_page_size(scope, 16),
+            seed=case_seed(seed, name),
+        )
+        cases.append(replace(plain, **case))
+    d, dv = max(_record_dims(scope), key=sum)
+    widest = replace(cases[0].family, name=f"long-{d}/{dv}", head_dim=d, head_dim_v=dv, scale=d**-0.5, sinks=False)
+    name = "long-4k/widest"
+    return [*cases, replace(cases[0], name=name, family=widest, sinks="none", seed=case_seed(seed, name))]
 
 
 def _promised_cases(scope: Scope, seed: int) -> list[Case]:

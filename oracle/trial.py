@@ -5,6 +5,7 @@ The candidate runs in a process of its own; the exact answers are computed besid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from oracle.isolation.outcome import Failure, FailureKind, Returned
 from oracle.isolation.process import KernelProcess
 from oracle.material import Material, material, offsets
 from oracle.measure import Measured, Truth, Worst, measure, tell
-from oracle.pool import QUICK_FILLS, Fill, Laid, lay_out, without_fill
+from oracle.pool import QUICK_FILLS, Fill, Laid, is_canary, lay_out, without_fill
 from oracle.references.bound import Roundoff, roundoff
 from oracle.rows import sample_rows
 from oracle.verdict import Finding, Reason
@@ -74,9 +75,7 @@ def prepare(case: Case, record: Record) -> Prepared:
     """The inputs and the exact answer of `case`, bounded by the contract of `record`."""
     made = material(case)
     laid = lay_out(case, made, fill=Fill.STALE, salt=0, writes_padding=record.writes_padding)
-    truth = tell(
-        without_fill(laid), sample_rows(case, case.rows or 40), contract_of(record, case), qk_block=record.precision.qk_block
-    )
+    truth = tell(without_fill(laid), sample_rows(case, case.rows or 40), contract_of(record, case))
     return Prepared(case=case, material=made, laid=laid, truth=truth)
 
 
@@ -127,7 +126,7 @@ class Trial:
         out, lse = base.out[:live], self._natural(base.lse, live)
         rows = prepared.truth.rows
         measured = measure(prepared.truth, without_fill(prepared.laid), out[rows], None if lse is None else lse[rows])
-        findings = list(self._measured_findings(case, measured))
+        findings = list(self._measured_findings(case, measured)) or _elsewhere(case, out, lse)
         findings += self._hygiene(case, prepared.laid, base)
         fills, calls, more = self._again(prepared, base)
         findings += more
@@ -319,12 +318,28 @@ def _difference(case: Case, one: Returned, two: Returned) -> str:
     return ""
 
 
+def _elsewhere(case: Case, out: Tensor, lse: Tensor | None) -> list[Finding]:
+    """What needs no exact answer to be wrong, on every live row: numbers that are not finite, vectors never written."""
+    findings = []
+    for name, wrong in (("out", ~torch.isfinite(out)), ("lse", None if lse is None else torch.isnan(lse) | (lse == math.inf))):
+        if wrong is not None and bool(wrong.any()):
+            place = [int(i) for i in wrong.nonzero()[0]]
+            text = f"{int(wrong.sum())} of {wrong.numel()} live elements are NaN or inf, first {name}{place}: no judged row"
+            findings.append(_finding(Reason.NOT_FINITE, case, text))
+    if case.give_out and bool((unwritten := is_canary(out).all(-1)).any()):
+        place = [int(i) for i in unwritten.nonzero()[0]]
+        text = f"{int(unwritten.sum())} of {unwritten.numel()} (row, head) of `out` were never written, first out{place}"
+        findings.append(_finding(Reason.ERROR, case, text))
+    return findings
+
+
 def row_sum_findings(seen: Sequence[Seen], record: Record) -> list[Finding]:
     """LSEs that only a row sum over rounded P explains, where neither the record says so nor any short row shows it."""
     if record.precision.row_sum == "after" or any(s.candidate is not None and s.candidate.fits_after for s in seen):
         return []
+    hint = "; if the row sum is taken over rounded P, say so in the record: precision.row_sum = 'after'"
     return [
-        _wrong_lse(s.case, s.candidate.worst_lse)
+        replace(found := _wrong_lse(s.case, s.candidate.worst_lse), text=found.text + hint)
         for s in seen
         if s.candidate is not None
         and s.candidate.worst_lse is not None

@@ -38,7 +38,7 @@ class Planted:
 class Arithmetic:
     """One way to compute attention by tiles.  The defaults are the textbook's; what is not a knob is float32, to nearest.
 
-    Accumulators, each starting from a float32 value (docs/numerics.md, sections 1 and 3, X8):
+    Accumulators, each starting from a float32 value (docs/numerics.md, sections 1 and 2.2):
 
     - "rn": the whole contraction (head_dim, or the keys of a tile) exact, rounded once to nearest.
     - "rz16": 16 products at a time, each sum exact and truncated: a tensor core.

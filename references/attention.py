@@ -1,7 +1,7 @@
 """The reference: attention in fp64 at chosen query rows, with every ingredient of the error bound.
 
 Exact to fp64, blockwise over keys, in memory that does not grow with the number of rows of the call.  The same code runs on
-the CPU and on CUDA.  What the ingredients mean and why they suffice: docs/numerics.md, sections 2 and 3.
+the CPU and on CUDA.  What the ingredients mean and why they suffice: docs/numerics.md, section 2.1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Exact:
 
     p_j is the softmax over visible keys and the sink, s_j the scaled, soft-capped logit (a sink is one more atom with v = 0),
     a_j = sigma |q| |k_j|, sigma the softmax scale times q_scale and k_scale; v includes v_scale.  All float64.
-    Per element (R, q_heads, head_dim_v); per row (R, q_heads); see docs/numerics.md, section 2.
+    Per element (R, q_heads, head_dim_v); per row (R, q_heads); see docs/numerics.md, section 2.1.
     """
 
     plan: RowPlan
@@ -47,10 +47,14 @@ class Exact:
     v_max: Tensor  # a bound on max |v_j|
     lse_after: Tensor  # LSE of a row sum over rounded p exp-ed from the row's own maximum; NaN for rows over SHORT keys
     top: Tensor  # m, the largest logit or the sink
+    gap: Tensor  # m minus the second largest of logits and sink; inf where there is no second
+    mass: Tensor  # sum of p_j over the keys: 1 without a sink
+    deviation: Tensor  # of the keys' logits under p: how far a change of the scale moves the weights
     a2: Tensor  # sqrt(sum p_j a_j^2)
     a_max: Tensor  # a bound on max a_j
     k_peak: Tensor  # sigma |q| sqrt(sum p_j max|k|^2), max over the tokens that share a quantisation scale with key j
     q_peak: Tensor  # a2 max|q| / |q|, max over the queries that share a quantisation scale
+    v_peak: Tensor  # max|v| over all live keys and columns; 0 unless asked for
     b1: Tensor  # sum p_j sigma norm(q o k_j)
     s1: Tensor  # sum over keys of p_j |s_j|
     s2: Tensor  # sqrt(sum over keys of p_j s_j^2)
@@ -73,10 +77,14 @@ PER_ROW = (
     "lse",
     "lse_after",
     "top",
+    "gap",
+    "mass",
+    "deviation",
     "a2",
     "a_max",
     "k_peak",
     "q_peak",
+    "v_peak",
     "b1",
     "s1",
     "s2",
@@ -90,13 +98,23 @@ PER_ROW = (
 )
 
 
-def attend(call: Call, rows: Tensor, u_p: float, *, every_tie: bool = False, smooth_k: bool = False, qk_block: int = 1) -> Exact:
+def attend(
+    call: Call,
+    rows: Tensor,
+    u_p: float,
+    *,
+    every_tie: bool = False,
+    smooth_k: bool = False,
+    qk_block: int = 1,
+    quantised_v: bool = False,
+) -> Exact:
     """The exact answer of `call` at the packed query rows `rows` (R,) int64, all heads, with the bound's ingredients.
 
     `u_p` is the unit roundoff of the format that P is rounded to: p closer than u_p/8 count as equal in `v2g` and `p2g`.
     Rows whose ties are no more than chance get `v2g` from `p2g` (docs/numerics.md, section 2.6) unless `every_tie`.
     `smooth_k` and `qk_block` describe quantisation inside a kernel: with the first, a_j is taken from k_j minus the mean key;
-    the second is how many tokens share a scale.  Tensors of the result are on the device of `call.q`.
+    the second is how many tokens share a scale; `quantised_v` asks for `v_peak`.  Tensors of the result are on the device of
+    `call.q`.
     """
     plan = row_plan(call, rows)
     q_heads, kv_heads = call.q.shape[1], call.k_cache.shape[2]
@@ -106,7 +124,10 @@ def attend(call: Call, rows: Tensor, u_p: float, *, every_tie: bool = False, smo
     result |= {name: torch.zeros(len(plan), q_heads, dtype=torch.float64, device=device) for name in PER_ROW}
     group = q_heads // kv_heads
     for index, heads in _chunks(plan, group, kv_heads):
-        part = _Chunk(call, plan.take(index), heads, smooth_k, qk_block).solve(u_p, every_tie=every_tie)
+        chunk = _Chunk(call, plan.take(index), heads, smooth_k, qk_block)
+        part = chunk.solve(u_p, every_tie=every_tie)
+        if quantised_v:
+            part["v_peak"] = chunk.v_peak()
         first, last = heads.start * group, heads.stop * group
         at = index.to(device)
         for name, value in part.items():
@@ -145,9 +166,11 @@ class _Chunk:
         self.rows, self.heads = len(plan), len(heads)
         self.group = call.q.shape[1] // call.k_cache.shape[2]
         device = call.q.device
-        q = call.q[plan.row.to(device)][:, heads.start * self.group : heads.stop * self.group].double()
-        self.q = q.view(self.rows, self.heads, self.group, -1).transpose(0, 1).reshape(self.heads, self.rows * self.group, -1)
         self.call, self.slice = call, slice(heads.start, heads.stop)
+        self.keys = int(call.seqused_k[self.seq])
+        of_group = slice(heads.start * self.group, heads.stop * self.group)
+        self.q = self._stack(call.q[plan.row.to(device)][:, of_group].double())
+        self.q_peaks = self._stack(self._query_peaks(plan, of_group))
         self.lo = (plan.lo.to(device) - self.start).repeat_interleave(self.group)
         self.hi = (plan.hi.to(device) - self.start).repeat_interleave(self.group)
 
@@ -175,6 +198,7 @@ class _Chunk:
         s, qk = self.q.new_empty(shape), self.q.new_empty(shape)
         norms, peaks = (self.q.new_empty(self.heads, 1, shape[2]) for _ in range(2))
         centre = self._mean_key() if self.smooth_k else None
+        shared = None if self.qk_block == 1 else self._block_peaks(centre)
         low = self.q.new_full(shape[:2], math.inf)
         high = self.q.new_full(shape[:2], -math.inf)
         q2 = self.q * self.q
@@ -187,7 +211,7 @@ class _Chunk:
                 block.div_(cap).tanh_().mul_(cap)
             near = k if centre is None else k - centre
             norms[:, :, a:b] = near.norm(dim=1, keepdim=True)
-            peaks[:, :, a:b] = near.abs().amax(1, keepdim=True)
+            peaks[:, :, a:b] = near.abs().amax(1, keepdim=True) if shared is None else shared[:, :, a:b]
             torch.bmm(q2, k.mul_(k), out=qk[:, :, a:b]).sqrt_().mul_(sigma.abs())
             if first <= a and b <= last:
                 low, high = torch.minimum(low, block.amin(-1)), torch.maximum(high, block.amax(-1))
@@ -197,21 +221,35 @@ class _Chunk:
                 low = torch.minimum(low, block.masked_fill(hidden, math.inf).amin(-1))
                 block.masked_fill_(hidden, -math.inf)
                 high = torch.maximum(high, block.amax(-1))
-        return s, qk, norms, self._shared(peaks), low, high
+        return s, qk, norms, peaks, low, high
 
     def _mean_key(self) -> Tensor:
-        """The mean of the keys in reach, (heads, head_dim, 1)."""
-        total = sum(self._load(self.call.k_cache, a, b).sum(1) for a, b in self._blocks(KEY_BLOCK))
-        return torch.as_tensor(total).unsqueeze(-1) / max(1, self.stop - self.start)
+        """The mean of all live keys of the sequence, (heads, head_dim, 1)."""
+        blocks = range(-self.start, self.keys - self.start, KEY_BLOCK)
+        total = sum(self._load(self.call.k_cache, a, min(a + KEY_BLOCK, self.keys - self.start)).sum(1) for a in blocks)
+        return torch.as_tensor(total).unsqueeze(-1) / max(1, self.keys)
 
-    def _shared(self, peaks: Tensor) -> Tensor:
-        """max|k| over the `qk_block` tokens, counted from the sequence's start, that share a scale with each key."""
-        if self.qk_block == 1 or peaks.shape[-1] == 0:
-            return peaks
-        block = (torch.arange(peaks.shape[-1], device=peaks.device) + self.start) // self.qk_block
-        block = (block - block[0]).expand_as(peaks)
-        largest = peaks.new_zeros(*peaks.shape[:2], int(block.max()) + 1).scatter_reduce_(2, block, peaks, "amax")
-        return largest.gather(2, block)
+    def _block_peaks(self, centre: Tensor | None) -> Tensor:
+        """For each key, max|k| over the `qk_block` live tokens, counted from the sequence's start, that share its scale."""
+        size = self.qk_block
+        first, end = self.start // size * size, min(-(-self.stop // size) * size, self.keys)
+        step = max(1, KEY_BLOCK // size) * size
+        found = [self.q.new_zeros(self.heads, 1, 0)]
+        for a in range(first - self.start, end - self.start, step):
+            k = self._load(self.call.k_cache, a, min(a + step, end - self.start)).transpose(1, 2)
+            height = (k if centre is None else k - centre).abs().amax(1, keepdim=True)
+            height = torch.nn.functional.pad(height, (0, -height.shape[2] % size))
+            found.append(height.view(self.heads, 1, -1, size).amax(3).repeat_interleave(size, 2))
+        return torch.cat(found, 2)[:, :, self.start - first : self.stop - first]
+
+    def _query_peaks(self, plan: RowPlan, heads: slice) -> Tensor:
+        """max|q| over the query rows of each row's block and head, (rows, heads * group)."""
+        size = self.qk_block
+        first, last = (int(i) for i in self.call.cu_seqlens_q[self.seq : self.seq + 2])
+        blocks, own = torch.unique((plan.row - first) // size, return_inverse=True)
+        rows = (first + blocks[:, None] * size + torch.arange(size)).clamp(max=last - 1).to(self.call.q.device)
+        peaks: Tensor = self.call.q[rows][:, :, heads].double().abs().amax((1, 3))
+        return peaks[own.to(peaks.device)]
 
     def solve(self, u_p: float, *, every_tie: bool) -> dict[str, Tensor]:
         """Every field of `Exact` for these rows and heads: (rows, heads * group, ...)."""
@@ -229,6 +267,7 @@ class _Chunk:
             beside = torch.exp(self.sink - m)
             total = total + beside
         after = self._sum_after(p, beside, m, u_p)
+        gap = self._gap(e, m)
         inverse = 1.0 / total.masked_fill(nothing, 1.0)
         p.mul_(inverse.unsqueeze(-1))
         beside = beside * inverse
@@ -240,6 +279,9 @@ class _Chunk:
             "lse": (m + total.log()).masked_fill(nothing, -math.inf),
             "lse_after": after,
             "top": m,
+            "gap": gap,
+            "mass": mass,
+            "deviation": _deviation(mass, m, first_moment, second_moment),
             "g1": -(first_moment + beside * from_sink),
             "g2": (second_moment + beside * from_sink**2).sqrt(),
             "s2": (second_moment + 2 * m * first_moment + m * m * mass).clamp(min=0.0).sqrt(),
@@ -248,12 +290,10 @@ class _Chunk:
             "b1": torch.linalg.vecdot(p, qk),
             "v_scale": self.v_scale.abs().squeeze(-1).expand_as(m),
         }
-        size, peak = self.q.norm(dim=-1) * self.sigma.abs(), self.q.abs().amax(-1)
-        if self.qk_block > 1:
-            peak = peak.view(self.heads, self.rows, self.group).amax(1).repeat(1, self.rows)
+        size = self.q.norm(dim=-1) * self.sigma.abs()
         fields["a2"] = size * torch.bmm(p, (norms * norms).transpose(1, 2)).squeeze(-1).sqrt()
         fields["k_peak"] = size * torch.bmm(p, peaks.square_().transpose(1, 2)).squeeze(-1).sqrt()
-        fields["q_peak"] = fields["a2"] * peak / self.q.norm(dim=-1).clamp(min=1e-300)
+        fields["q_peak"] = fields["a2"] * self.q_peaks / self.q.norm(dim=-1).clamp(min=1e-300)
         fields["a_max"] = size * norms.amax(-1) if e.shape[-1] else torch.zeros_like(size)
         fields["s1"] = torch.linalg.vecdot(p, torch.add(e, m.unsqueeze(-1), out=qk).abs_())
         p_squared = torch.mul(p, p, out=qk)
@@ -267,6 +307,21 @@ class _Chunk:
             signed = name in ("out", "slope")
             fields[name] = fields[name] * (self.v_scale if signed else self.v_scale.abs())
         return {name: self._unstack(value) for name, value in fields.items()}
+
+    def _gap(self, e: Tensor, m: Tensor) -> Tensor:
+        """What separates the largest of logits (`e` is s - m) and sink from the second largest."""
+        atoms = torch.cat((e.topk(min(2, e.shape[-1])).values, e.new_full((*m.shape, 2), HIDDEN)), -1)
+        if self.sink is not None:
+            atoms = torch.cat((atoms, (self.sink - m).unsqueeze(-1)), -1)
+        second = atoms.topk(2).values[..., 1]
+        return torch.where(second > HIDDEN, -second, math.inf)
+
+    def v_peak(self) -> Tensor:
+        """max|v| over the sequence's live keys, (rows, heads * group)."""
+        blocks = range(-self.start, self.keys - self.start, KEY_BLOCK)
+        peaks = [self._load(self.call.v_cache, a, min(a + KEY_BLOCK, self.keys - self.start)).abs().amax((1, 2)) for a in blocks]
+        peak = torch.stack([self.q.new_zeros(self.heads), *peaks]).amax(0)[:, None] * self.v_scale.abs().squeeze(-1)
+        return self._unstack(peak.expand(self.q.shape[:2]))
 
     def _all_values(self, head: int) -> Tensor:
         """v of one of these kv heads over the whole range of keys, (keys, head_dim_v), without v_scale."""
@@ -312,7 +367,22 @@ class _Chunk:
         return {"out": out, "v1": v1, "v2": v2.sqrt_(), "spread": spread, "slope": slope, "prefix": prefix, "w1": w1,
                 "v_max": v_max.expand(shape)}  # fmt: skip
 
+    def _stack(self, value: Tensor) -> Tensor:
+        """(rows, heads * group, ...) as (heads, rows * group, ...)."""
+        rest = value.shape[2:]
+        return value.view(self.rows, self.heads, self.group, *rest).transpose(0, 1).reshape(self.heads, -1, *rest)
+
     def _unstack(self, value: Tensor) -> Tensor:
         rest = value.shape[2:]
         value = value.reshape(self.heads, self.rows, self.group, *rest).transpose(0, 1)
         return value.reshape(self.rows, self.heads * self.group, *rest)
+
+
+def _deviation(mass: Tensor, m: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """sqrt(variance of s among the keys + (1 - mass) mean^2), given sum p, m, sum p (s - m) and sum p (s - m)^2 of the keys.
+
+    The second part is what a change of the scale moves between the keys and a sink, which is not scaled.
+    """
+    mean = first / mass.clamp(min=1e-300)
+    variance = (second / mass.clamp(min=1e-300) - mean * mean).clamp(min=0.0)
+    return (variance + (1 - mass).clamp(min=0.0) * (m + mean) ** 2).sqrt() * (mass > 0)

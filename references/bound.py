@@ -18,8 +18,9 @@ from oracle.references.attention import Exact
 TILE = 64  # keys between two rescales of the running output, for counting them
 MMA = 16  # products that one tensor-core instruction adds at once
 WORST_CHAIN = 1.13  # truncations per product where every addend is aligned and truncated (numerics.md 2.2)
-LAMBDA = 3.0  # standard deviations of P's rounding error times 0.4247: one in 1e10 elements beyond (numerics.md 2.4)
-QUANTISED = 2.2  # standard deviations of a logit's quantisation error (numerics.md 2.8)
+LAMBDA = 3.0  # standard deviations of P's rounding error times 0.4247: one in 5e11 elements beyond (numerics.md 2.4)
+QUANTISED = 6.0  # standard deviations of a logit's quantisation error: one in 5e8 rows beyond (numerics.md 2.8)
+LIFTED = 10.0  # nats by which a pair of weights may part before the spread of v under p says too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,10 @@ class Roundoff:
     eps_exp: float
     eps_tanh: float
     u_qk: float  # relative error of q and k quantised to a floating-point format inside the kernel, else 0
-    qk_step: float  # step of q and k quantised to integers, in units of their largest magnitude, else 0
+    qk_step: float  # largest step of q and k quantised inside, in units of the magnitude that sets their scale, else 0
+    qk_block: int  # tokens of k (and rows of q) that share that scale
     u_v: float  # relative error of v quantised inside the kernel, else 0
+    a_v: float  # its absolute error under the smallest normal, in units of the magnitude that sets the scale
     scales: int  # roundings that folding dequantisation scales into the logits adds
     sum_after: bool  # the row sum is taken over rounded P
     smooth_k: bool
@@ -53,7 +56,7 @@ def roundoff(precision: Precision, *, dtype: str, out_dtype: str, scaled: bool) 
     integer_p = p_name == "int8"
     p = FORMATS["fp32" if integer_p else p_name]
     a_p = p.smallest_normal if precision.flush_to_zero else p.smallest_subnormal / 2
-    qk = precision.qk_format
+    qk, v = precision.qk_format, precision.v_format
     return Roundoff(
         u_out=out.u,
         a_out=out.smallest_normal if precision.flush_to_zero else out.smallest_subnormal / 2,
@@ -65,12 +68,19 @@ def roundoff(precision: Precision, *, dtype: str, out_dtype: str, scaled: bool) 
         eps_exp=precision.eps_exp,
         eps_tanh=precision.eps_tanh,
         u_qk=FORMATS[qk].u if qk not in (None, "int8") else 0.0,
-        qk_step=1 / 127 if qk == "int8" else 0.0,
-        u_v=FORMATS[precision.v_format].u if precision.v_format else 0.0,
+        qk_step=_subnormal_step(qk) if qk not in (None, "int8") else 1 / 127 if qk else 0.0,
+        qk_block=precision.qk_block,
+        u_v=FORMATS[v].u if v else 0.0,
+        a_v=_subnormal_step(v) / 2 if v else 0.0,
         scales=2 if scaled else 0,
         sum_after=precision.row_sum == "after",
         smooth_k=precision.smooth_k,
     )
+
+
+def _subnormal_step(format_name: str) -> float:
+    """The step of a floating-point format's subnormals, its largest number being 1."""
+    return FORMATS[format_name].smallest_subnormal / FORMATS[format_name].largest
 
 
 def tie_width(r: Roundoff) -> float:
@@ -99,36 +109,48 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     chain = head_dim / MMA + 2
     worst = WORST_CHAIN * head_dim
     linear = (3 + r.scales) * U32
-    quantised = QUANTISED * (0.4247 * 2**0.5 * r.u_qk * x.b1 + r.qk_step / 12**0.5 * (x.k_peak**2 + x.q_peak**2).sqrt())
-    u_acc_qk = 0.0 if r.qk_step else r.u_acc  # int8 products add up exactly in int32
+    quantised, quantised_worst = _quantised(x, r, head_dim)
+    u_acc_qk = 0.0 if r.qk_step and not r.u_qk else r.u_acc  # int8 products add up exactly in int32
 
     def logits(kappa: float, a: Tensor, g: Tensor, s: Tensor) -> Tensor:
-        return (kappa * u_acc_qk + r.u_product) * a + linear * g + tanh * s + quantised
+        return (kappa * u_acc_qk + r.u_product) * a + linear * g + tanh * s
 
     shift = 4 * U32 * x.s_max  # moves all keys of a tile alike
-    eta_worst = logits(worst, x.a2, x.g2, x.s2)
-    eta_max = logits(worst, x.a_max, x.s_range, x.s_max) + shift
-    growth = torch.exp(2 * eta_max.clamp(max=1.0)).unsqueeze(-1)
+    eta_worst = logits(worst, x.a2, x.g2, x.s2) + quantised_worst
+    tops = (x.a_max, x.s_range, x.s_max)
 
-    def spread(eta: Tensor) -> Tensor:
+    def moved(eta: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """What logit errors of RMS `eta` move the output by, and the factor of second order, `largest` bounding them all."""
+        exponent = 2 * (largest + shift)
+        growth = torch.exp(exponent.clamp(max=100.0)).unsqueeze(-1)
         # the moments inside eta carry sqrt(sum p) of the keys already; a shift does not, and beside a sink sum p is small
-        moved = eta.unsqueeze(-1) * x.spread + shift.unsqueeze(-1) * torch.minimum(x.spread, x.v1 + out)
-        return torch.minimum(growth * moved, 2 * x.v_max)
+        first = eta.unsqueeze(-1) * x.spread + shift.unsqueeze(-1) * torch.minimum(x.spread, x.v1 + out)
+        # errors of several nats lift weights that float64 does not show in the spread: as far as the second key is close
+        lifted = torch.exp((exponent + torch.log(n_row.clamp(min=1.0)) - x.gap).clamp(max=0.0)) * (exponent > LIFTED)
+        return torch.minimum(torch.maximum(growth * first, 2 * x.v_max * lifted.unsqueeze(-1)), 2 * x.v_max), growth
 
-    u_numerator = (r.u_p**2 + r.u_v**2) ** 0.5 + r.u_product + 2 * r.eps_exp
     inverse_l = torch.exp(-(x.lse - x.top)).masked_fill(x.empty[:, None], 0.0).unsqueeze(-1)
     integer = r.p_step * inverse_l
-    p_likely = LAMBDA * (u_numerator * x.v2g + integer * (n / 12).sqrt() * x.v_max)
-    p_worst = u_numerator * x.v1 + integer / 2 * n * x.v_max
+    rest = r.u_product + 2 * r.eps_exp
+    v2, v1 = x.v2g, x.v1
+    if r.sum_after:  # P's rounding moves the row sum too: it acts through v - out, over a sum that may be less by u_p
+        v2 = (v2**2 + (out * x.p2g.unsqueeze(-1)) ** 2).sqrt() / (1 - r.u_p)
+        v1 = (v1 + out) / (1 - r.u_p)
+    p_likely = LAMBDA * (((r.u_p**2 + r.u_v**2) ** 0.5 + rest) * v2 + integer * (n / 12).sqrt() * x.v_max)
+    p_worst = (r.u_p + r.u_v + r.u_p * r.u_v + rest) * v1 + integer / 2 * n * x.v_max
     accumulated = WORST_CHAIN * n + 2 * torch.ceil(n / TILE) + 4
     steps = n / MMA + 2 * torch.ceil(n / TILE)
     # an accumulator has the subnormals of fp32 whatever the format of P, and v_scale may multiply what it holds
     underflow = FORMATS["fp32"].smallest_subnormal / 2 * x.v_scale.unsqueeze(-1)
-    absolute = r.a_p * x.w1 + r.a_out + underflow * (LAMBDA * (n / 3).sqrt() + 4)  # n uniform roundings
-    absolute_worst = r.a_p * x.w1 + r.a_out + underflow * accumulated
+    lost = r.a_p * n * inverse_l * r.sum_after  # of the row sum, where it takes P that underflowed
+    absolute = r.a_p * x.w1 + lost * out + r.a_v * x.v_peak.unsqueeze(-1) + r.a_out
+    absolute_worst = absolute + underflow * accumulated
+    absolute = absolute + underflow * (LAMBDA * (n / 3).sqrt() + 4)  # n uniform roundings
     value_scale = U32 * (r.scales > 0) * out
 
-    spread_likely = spread(logits(chain, x.a2, x.g2, x.s2))
+    spread_likely, _ = moved(logits(chain, x.a2, x.g2, x.s2) + quantised, logits(chain, *tops) + quantised)
+    farthest = (x.a_max / x.a2.clamp(min=1e-300)).clamp(1.0, 1e6)  # quantised_worst is a moment under p, this of all keys
+    spread_worst, growth = moved(eta_worst, logits(worst, *tops) + quantised_worst * farthest)
     b = (1 + 2 * r.u_out) * (
         r.u_out * out
         + torch.minimum(p_likely, p_worst)
@@ -141,24 +163,35 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     )
     b_det = (1 + 2 * r.u_out) * (
         r.u_out * out
-        + spread(eta_worst)
+        + spread_worst
         + growth * (p_worst + accumulated * r.u_acc * x.v1 + (n + 8) * U32 * out + value_scale + absolute_worst)
     )
     lse_size = x.lse.abs().masked_fill(x.empty[:, None], 0.0)
     tail = 3 * U32 * (lse_size + x.s_max) + 2.0**-149
-    likely = chain**0.5 * u_acc_qk * (3 * x.b1 + x.s1) + 3 * r.u_product * x.b1 + linear * x.g1 + 4 * U32 * x.s_max
+    # without guard bits every product may lose its last bits, and a row of one key averages over nothing but them
+    likely = worst**0.5 * u_acc_qk * (3 * x.b1 + x.s1) + 3 * r.u_product * x.b1 + linear * x.g1 + 4 * U32 * x.s_max
     likely = likely + tanh * x.s1 + quantised
     # exp's error is a smooth function of its argument: near-equal logits share it, and it does not average out
     b_lse = 1.05 * (likely + r.eps_exp + 6 * n_row.sqrt() * U32 + tail)
-    after = 1.05 * (3 * r.u_p * x.p2g + integer.squeeze(-1) * 3 * (n_row / 12).sqrt())
+    after = 3 * r.u_p * x.p2g + (r.a_p * n * inverse_l + 3 * integer * (n / 12).sqrt()).squeeze(-1)
     b_lse_det = 1.05 * (eta_worst + shift + r.eps_exp + n_row * U32 + tail)
-    b_lse_det = b_lse_det + 1.05 * r.sum_after * (r.u_p + integer.squeeze(-1) / 2 * n_row)
+    b_lse_det = b_lse_det + 1.05 * r.sum_after * (r.u_p + (n * (r.a_p * inverse_l + integer / 2)).squeeze(-1))
     dead = x.empty
     return Bound(
         b=b.masked_fill(dead[:, None, None], 0.0),
         b_det=torch.maximum(b_det, b).masked_fill(dead[:, None, None], 0.0),
-        b_lse=(b_lse + after if r.sum_after else b_lse).masked_fill(dead[:, None], 0.0),
-        b_lse_after=(b_lse + after).masked_fill(dead[:, None], 0.0),
+        b_lse=(b_lse + 1.05 * after if r.sum_after else b_lse).masked_fill(dead[:, None], 0.0),
+        b_lse_after=(b_lse + 1.05 * after).masked_fill(dead[:, None], 0.0),
         b_lse_det=torch.maximum(b_lse_det, b_lse).masked_fill(dead[:, None], 0.0),
         logit_share=(spread_likely / b).median(-1).values.nan_to_num(0.0),
     )
+
+
+def _quantised(x: Exact, r: Roundoff, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The error of logits whose q and k are quantised inside: QUANTISED standard deviations, and the most it can be."""
+    both = x.k_peak * x.q_peak / x.a2.clamp(min=1e-300)  # q's error times k's
+    step, root = r.qk_step, head_dim**0.5
+    uniform = step / 12**0.5
+    deviation = 0.4247 * 2**0.5 * r.u_qk * x.b1 + uniform * (x.k_peak**2 + x.q_peak**2 + (uniform * root * both) ** 2).sqrt()
+    relative = (2 + r.u_qk) * r.u_qk * x.a2
+    return QUANTISED * deviation, relative + step / 2 * root * (x.k_peak + x.q_peak + step / 2 * root * both)

@@ -194,9 +194,10 @@ def as_kernel(arithmetic: Arithmetic, name: str, record: Record | None = None) -
 
 
 def record_of(arithmetic: Arithmetic) -> Record:
-    """Everything that the emulator can do, at the precision of the arithmetic."""
+    """Everything that the emulator can do, at the precision of the arithmetic; tensor cores take no float32."""
+    tensor_core = {"rz16", "aligned", "fp22"} & {arithmetic.qk_accumulator, arithmetic.pv_accumulator}
     return Record(
-        dtypes=("bf16", "fp16", "fp32"),
+        dtypes=("bf16", "fp16") if tensor_core else ("bf16", "fp16", "fp32"),
         cache_dtypes=("e4m3",),
         head_dims=(40, 64, 80, 96, 128, 256, 512),
         uneven_head_dims=((192, 128), (128, 64), (64, 128), (576, 512)),

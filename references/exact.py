@@ -30,7 +30,7 @@ class ExactRow:
 
     s_j is the exact logit, scaled and soft-capped; a_j = sigma |q| |k_j| with sigma = softmax_scale q_scale k_scale; v_j the
     dequantised value; the sink is one more atom of logit `sink` and v = 0; m = max s, l = sum exp(s - m), p_j = exp(s_j - m) / l,
-    all over keys and sink.  Symbols as in docs/numerics.md sections 2.1, 2.4 and 2.5.  Where nothing is visible: zeros, lse -inf.
+    all over keys and sink.  Symbols as in docs/numerics.md, sections 2.1 and 2.6.  Where nothing is visible: zeros, lse -inf.
     """
 
     keys: int  # visible keys
@@ -117,7 +117,7 @@ def _bins(p: Numbers, u_p: float) -> tuple[dict[int, list[int]], float, bool]:
 def exact_row(call: Call, row: int, head: int, *, u_p: float) -> ExactRow:
     """Query head `head` of the packed query `row`, correct to the last digit of a double.
 
-    `u_p` is the unit roundoff of P: the ties of v2g and p2g are bins of log2 p of width u_p / 8 (docs/numerics.md section 2.4).
+    `u_p` is the unit roundoff of P: the ties of v2g and p2g are bins of log2 p of width u_p / 8 (docs/numerics.md, section 2.6).
 
     Raises: ValueError where `row` is not live.
     """

@@ -18,7 +18,7 @@ from oracle.contract import Call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Second:
-    """Output, LSE and ingredients of all R live rows, float64 on the CPU.  Symbols: docs/numerics.md sections 2.1, 2.4, 2.5.
+    """Output, LSE and ingredients of all R live rows, float64 on the CPU.  Symbols: docs/numerics.md, sections 2.1 and 2.6.
 
     Sums run over visible keys unless the comment names the sink, which is an atom of v = 0.  Where nothing is visible: zeros,
     lse -inf.

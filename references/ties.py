@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 OCTAVES = 32  # weights under 2^-32 of the heaviest share the last bin: n of them weigh (n 2^-32)^2, nothing beside 1/n
+COUNTED = 4  # a table of counts of up to so many bins a key is quicker than sorting the keys
+ROWS_COUNTED = 16  # rows counted at once: their table stays in cache
 STRUCTURAL = 1.2  # P2g/P2, ties of chance taken off, above which a row's ties are summed with their values
 
 
@@ -50,6 +52,28 @@ def _grouped_weights(bins: Tensor, u_p: float) -> tuple[Tensor, Tensor]:
 
     In a smooth distribution of weights, two keys share a bin as often as they sit in neighbouring bins.
     """
+    rows = bins.flatten(0, 1)
+    widest = int(rows.max()) + 1
+    squares, neighbours = _by_counting(rows, widest, u_p) if widest <= COUNTED * rows.shape[1] else _by_sorting(rows, u_p)
+    return squares.sqrt_().view(bins.shape[:2]), neighbours.view(bins.shape[:2])
+
+
+def _by_counting(bins: Tensor, widest: int, u_p: float) -> tuple[Tensor, Tensor]:
+    """Sums over bins and over neighbouring bins of each row of `bins` (M, keys), from a table of counts: for long rows."""
+    weight = torch.exp2(torch.arange(widest, dtype=torch.float64, device=bins.device) * (-u_p / 8.0))
+    squares, neighbours = (bins.new_empty(bins.shape[0]) for _ in range(2))
+    one = torch.ones(1, dtype=torch.float32, device=bins.device)
+    for a in range(0, len(bins), ROWS_COUNTED):
+        index = bins[a : a + ROWS_COUNTED].long()
+        counts = torch.zeros(len(index), widest, dtype=torch.float32, device=bins.device)
+        held = counts.scatter_add_(1, index, one.expand_as(index)).double().mul_(weight)
+        squares[a : a + ROWS_COUNTED] = torch.linalg.vecdot(held, held)
+        neighbours[a : a + ROWS_COUNTED] = torch.linalg.vecdot(held[:, 1:], held[:, :-1])
+    return squares, neighbours
+
+
+def _by_sorting(bins: Tensor, u_p: float) -> tuple[Tensor, Tensor]:
+    """The same from runs of equal bins in sorted rows: for short rows, and for formats with more bins than keys."""
     order = _sorted(bins)
     n = order.shape[-1]
     new = torch.ones_like(order, dtype=torch.bool)
@@ -58,13 +82,13 @@ def _grouped_weights(bins: Tensor, u_p: float) -> tuple[Tensor, Tensor]:
     start = flat.nonzero().flatten()  # every row starts a run, so runs never cross rows
     length = torch.diff(start, append=start.new_tensor([flat.numel()])).double()
     code = order.flatten()[start]
-    weight = length * torch.exp2(code * (-u_p / 8.0))
+    weight = length * torch.exp2(code.double() * (-u_p / 8.0))
     row = start // n
-    sums = weight.new_zeros(bins.shape[0] * bins.shape[1])
+    sums = weight.new_zeros(len(bins))
     squares = sums.index_add(0, row, weight * weight)
     beside = (code[1:] == code[:-1] + 1) & (row[1:] == row[:-1])
     neighbours = sums.index_add(0, row[1:], torch.where(beside, weight[1:] * weight[:-1], 0.0))
-    return squares.sqrt_().view(bins.shape[:2]), neighbours.view(bins.shape[:2])
+    return squares, neighbours
 
 
 def _sorted(bins: Tensor) -> Tensor:

@@ -27,11 +27,6 @@ BODIES: dict[str, Body] = {}
 _kept: dict[Any, Any] = {}  # what kernels that remember remember
 
 
-def body(function: Body) -> Body:
-    BODIES[function.__name__] = function
-    return function
-
-
 def contract(function: Body, record: Record | None = None) -> Callable[..., Any]:
     """A kernel with every keyword of the contract."""
 
@@ -80,6 +75,11 @@ def contract(function: Body, record: Record | None = None) -> Callable[..., Any]
     return kernel
 
 
+def body(function: Body) -> Callable[..., Any]:
+    BODIES[function.__name__] = function
+    return contract(function)
+
+
 def solve(call: Call, **arithmetic: Any) -> tuple[Tensor, Tensor]:
     """Output and LSE of the live rows, as a textbook kernel or another arithmetic has them."""
     return emulate(call, Arithmetic(**arithmetic))
@@ -108,9 +108,12 @@ def one_place_off(out: Tensor) -> Tensor:
 # Correct
 
 
-@body
-def textbook(call: Call, want_lse: bool) -> Any:
+def right(call: Call, want_lse: bool) -> Any:
     return answer(call, want_lse, *solve(call))
+
+
+textbook = contract(right)
+BODIES["textbook"] = right
 
 
 @body
@@ -196,8 +199,32 @@ def wrong_without_lse(call: Call, want_lse: bool) -> Any:
 
 
 @body
+def nan_in_the_last_row_but_two(call: Call, want_lse: bool) -> Any:
+    out, lse = solve(call)
+    out[-3, 0, 0] = float("nan")
+    return answer(call, want_lse, out, lse)
+
+
+@body
+def inf_lse_in_the_last_row_but_two(call: Call, want_lse: bool) -> Any:
+    out, lse = solve(call)
+    lse[-3, 0] = float("inf")
+    return answer(call, want_lse, out, lse)
+
+
+@body
+def leaves_the_last_row_but_two_unwritten(call: Call, want_lse: bool) -> Any:
+    live = int(call.cu_seqlens_q[call.live_seqs])
+    own = None if call.out is None else call.out[live - 3].clone()
+    result = right(call, want_lse)
+    if call.out is not None and own is not None:
+        call.out[live - 3] = own
+    return result
+
+
+@body
 def leaves_a_row_unwritten(call: Call, want_lse: bool) -> Any:
-    result = textbook(call, want_lse) if call.out is None else None
+    result = right(call, want_lse) if call.out is None else None
     if call.out is not None:
         own = call.out.clone()
         result = answer(call, want_lse, *solve(call))
@@ -216,13 +243,13 @@ def wrong_dtype(call: Call, want_lse: bool) -> Any:
 
 @body
 def wrong_shape(call: Call, want_lse: bool) -> Any:
-    out, lse = textbook(replace(call, out=None), True)
+    out, lse = right(replace(call, out=None), True)
     return (out[..., :1], lse) if want_lse else out[..., :1]
 
 
 @body
 def forgets_the_lse(call: Call, want_lse: bool) -> Any:
-    return textbook(call, False)
+    return right(call, False)
 
 
 # What lies past the plan
@@ -327,7 +354,7 @@ def tunes_itself(call: Call, want_lse: bool) -> Any:
 @body
 def writes_late(call: Call, want_lse: bool) -> Any:
     """Every other call leaves a thread behind, which writes into its `out` during the next call."""
-    result = textbook(call, want_lse)
+    result = right(call, want_lse)
     if "late" in _kept:
         event, thread = _kept.pop("late")
         event.set()
@@ -352,7 +379,7 @@ def writes_late(call: Call, want_lse: bool) -> Any:
 def writes_past_the_plan(call: Call, want_lse: bool) -> Any:
     if call.out is not None:
         call.out[int(call.cu_seqlens_q[call.live_seqs])] = 0
-    return textbook(call, want_lse)
+    return right(call, want_lse)
 
 
 @body
@@ -362,12 +389,12 @@ def writes_beside_out(call: Call, want_lse: bool) -> Any:
         rows, heads, dim = call.out.shape
         start = call.out.storage_offset() + rows * call.out.stride(0)
         torch.as_strided(call.out, (heads, dim), call.out.stride()[1:], int(start)).zero_()
-    return textbook(call, want_lse)
+    return right(call, want_lse)
 
 
 @body
 def writes_its_inputs(call: Call, want_lse: bool) -> Any:
-    result = textbook(call, want_lse)
+    result = right(call, want_lse)
     call.q[0, 0, 0] += 1
     return result
 
@@ -401,15 +428,14 @@ def eats_memory(call: Call, want_lse: bool) -> Any:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """The kernel called `name`, or `name_of_record` with one of RECORDS."""
-    if name == "switched":
-        return contract(lambda call, want_lse: BODIES[Path(os.environ["KERNEL_FILE"]).read_text()](call, want_lse))
-    if name in BODIES:
-        return contract(BODIES[name])
+    """`kernel__record`: the kernel with one of RECORDS."""
     kernel, _, record = name.partition("__")
     if kernel in BODIES and record in RECORDS:
         return contract(BODIES[kernel], RECORDS[record])
     raise AttributeError(name)
+
+
+switched = contract(lambda call, want_lse: BODIES[Path(os.environ["KERNEL_FILE"]).read_text()](call, want_lse))
 
 
 RECORDS = {
@@ -436,4 +462,4 @@ def plain(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cu_seqlens_q: Tensor, 
     """Causal, and nothing else."""
     call = Call(q=q, k_cache=k_cache, v_cache=v_cache, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table,
                 softmax_scale=softmax_scale)  # fmt: skip
-    return textbook(call, False)
+    return right(call, False)

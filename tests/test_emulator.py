@@ -17,10 +17,11 @@ from oracle.contract import Call, Precision
 from oracle.formats import FORMATS, U32
 from oracle.kernels import emulated
 from oracle.kernels.emulated import VARIANTS
+from oracle.references import emulator
 from oracle.references.arithmetic import Accumulator, Arithmetic, Planted, precision_of
 from oracle.references.emulator import as_kernel, emulate
 from oracle.references.operations import accumulate, exp2, round_p, tanh, tree_sum
-from oracle.references.plan import head_scales, live_rows, row_plan, tokens
+from oracle.references.plan import RowPlan, head_scales, live_rows, row_plan, tokens
 from oracle.references.rounding import FORMAT_NAMES
 from oracle.references.schedule import Cost, batches
 from oracle.strategies import calls
@@ -244,7 +245,7 @@ def test_a_row_has_the_same_bits_in_any_company(call: Call, data: st.DataObject)
 @drawn
 @given(call=any_call, tile=st.sampled_from([1, 16, 64]), splits=st.integers(1, 4), limit=st.sampled_from([1, 1 << 12, 1 << 20]))
 def test_the_schedule_covers_every_key_of_every_row_once(call: Call, tile: int, splits: int, limit: int) -> None:
-    """Whatever a batch may cost, and whatever is padded."""
+    """Whatever a batch may cost; a block alone in its batch has no more than twice the tiles that any of its rows needs."""
     plan = row_plan(call, live_rows(call))
     kv_len = call.seqused_k[: call.live_seqs].long()
     seen = torch.zeros(len(plan), int(kv_len.max()) + 1, dtype=torch.int64)
@@ -256,9 +257,76 @@ def test_the_schedule_covers_every_key_of_every_row_once(call: Call, tile: int, 
             seen[row, lo:hi] += 1
             assert int(plan.seq[row]) == int(batch.seq[g])
             assert first * tile <= lo < hi <= (first + batch.tiles) * tile
+            assert limit > 1 or batch.tiles <= 2 * ((hi - 1) // tile + 1 - lo // tile)
     key = torch.arange(seen.shape[1])
 
     assert torch.equal(seen, ((key >= plan.lo[:, None]) & (key < plan.hi[:, None])).long())
+
+
+def test_rows_far_apart_do_not_share_a_block() -> None:
+    """Windows of 100 keys, 1000 apart: the keys between them are no one's."""
+    lo = torch.arange(0, 9000, 1000)
+    plan = RowPlan(row=torch.arange(9), seq=torch.zeros(9, dtype=torch.int64), pos=lo + 99, lo=lo, hi=lo + 100)
+    cost = Cost(per_row=1, per_block=1, limit=1 << 20, rows=64)
+
+    assert all(batch.tiles <= 8 for batch in batches(plan, torch.tensor([9000]), tile=16, splits=1, cost=cost))
+
+
+@pytest.mark.parametrize("name", list(ARITHMETICS))
+def test_how_many_tiles_are_in_hand_does_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([0, 29, 37])
+    expected = emulate(example(), ARITHMETICS[name], rows)
+    monkeypatch.setattr(emulator, "_LIMIT", 8)
+    got = emulate(example(), ARITHMETICS[name], rows)
+
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def one_number_keys(logits: Tensor, v: Tensor) -> Call:
+    """One query that sees keys of the given logits, exact in bf16, in units of ln 2; v (keys, head_dim_v)."""
+    return Call(
+        q=torch.ones(1, 1, 1).bfloat16(),
+        k_cache=logits.view(1, -1, 1, 1).bfloat16(),
+        v_cache=v.view(1, len(v), 1, -1).bfloat16(),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        seqused_k=torch.tensor([len(v)], dtype=torch.int32),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        softmax_scale=math.log(2),
+    )
+
+
+def test_a_lazy_maximum_stays_up_to_its_threshold_and_no_further() -> None:
+    """64 keys of about 0, and 64 of about the threshold: P of the second tile is 2^threshold larger, and rounds otherwise."""
+    g = torch.Generator().manual_seed(3)
+    part, v = torch.randint(0, 128, (64,), generator=g) / 128, torch.randn(128, 8, generator=g)
+
+    def differs(jump: float) -> bool:
+        highest = torch.cat((part - part.max(), jump + part - part.max()))
+        call = one_number_keys((highest * 16).round() / 16, v)
+        lazy, eager = emulate(call, Arithmetic(lazy=4.0)), emulate(call, Arithmetic())
+        return not torch.equal(lazy[0], eager[0])
+
+    assert not differs(4.0625)
+    assert not differs(0.0)
+    # a maximum that stays by a power of two rounds P alike; by 2^3.9 it does not
+    assert differs(3.9375)
+
+
+def test_rescaling_is_exact_where_the_exponential_is_a_polynomial() -> None:
+    """20 tiles, of one logit each and rising by half an octave: every P is 1, and the LSE that of the exact exponential."""
+    call = one_number_keys(torch.arange(20).repeat_interleave(16) / 2, torch.ones(320, 1))
+
+    assert torch.equal(emulate(call, Arithmetic(tile=16, exp2="poly3"))[1], emulate(call, Arithmetic(tile=16))[1])
+
+
+def test_splits_are_merged_however_small_their_sums() -> None:
+    """Logits of -1000 ln 2: exp of any LSE is 0."""
+    call = one_number_keys(torch.full((256,), -1000.0), torch.arange(256.0).view(-1, 1) / 256)
+    out, lse = emulate(call, Arithmetic(splits=4))
+
+    assert float(out) == 0.498046875  # 127.5 / 256
+    assert float(lse) == pytest.approx((8 - 1000) * math.log(2), rel=2 * U32)
 
 
 def test_a_mean_key_taken_off_and_exact_int8_change_nothing() -> None:
@@ -341,6 +409,7 @@ def test_a_promise_is_as_tight_as_the_knobs() -> None:
     assert precision_of(Arithmetic(p_format="fp16-flushed", pv_accumulator="fp22", exp2="poly3", tanh="approx")) == Precision(
         p_format="fp16", u_acc=2.0**-13, flush_to_zero=True
     )
+    assert precision_of(Arithmetic(qk_accumulator="fp22")).u_acc == 2.0**-13
     assert as_kernel(E4M3, "x").record.precision.p_format == "e4m3"
 
 
@@ -351,25 +420,30 @@ def test_impossible_tiles_are_refused(tile: int, qk_block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "expected"),
+    ("kind", "options", "product", "expected"),
     [
-        ("rn", {}, 1 + 2.0**-19),  # 32 x 2^-24, all of it
-        ("rz16", {}, 1 + 2.0**-19),  # twice 16 x 2^-24, a whole number of places
-        ("aligned", {}, 1.0),  # each addend is below the last place of 1
-        ("aligned", {"aligned_guard": 1}, 1 + 2.0**-19),  # each addend is the guard bit, and eight of them four places
-        ("aligned", {"aligned_width": 1, "aligned_guard": 1}, 1.0),  # alone, the guard bit is truncated
-        ("fp22", {}, 1.0),  # 2^-19 is below 2^-13
-        ("bf16", {}, 1.0),
+        ("rn", {}, 2.0**-24, 1 + 2.0**-18),  # all 64 of them, rounded once
+        ("rz16", {}, 2.0**-24, 1 + 2.0**-18),  # four times 16, a whole number of places
+        ("rz16", {}, 2.0**-28, 1.0),  # four times 16, half a place
+        ("aligned", {}, 2.0**-24, 1.0),  # each is below the last place of 1
+        ("aligned", {"aligned_guard": 1}, 2.0**-24, 1 + 2.0**-18),  # each is the guard bit, and eight of them four places
+        ("aligned", {"aligned_guard": 2, "aligned_width": 1}, 1.5 * 2.0**-24, 1.0),  # alone, its guard bits are truncated
+        ("fp22", {}, 2.0**-19, 1.0),  # twice 32, half a place
+        ("fp22", {}, 2.0**-18, 1 + 2.0**-12),  # twice 32, a place
+        ("bf16", {}, 2.0**-14, 1.0),  # half a place, to even
+        ("bf16", {}, 1.5 * 2.0**-14, 1 + 2.0**-7),
     ],
 )
-def test_an_accumulator_drops_what_the_hardware_drops(kind: Accumulator, options: dict[str, Any], expected: float) -> None:
-    """1 and 32 products of 2^-24, of either sign."""
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    small = torch.full((1, 1, 32), 2.0**-12, dtype=torch.float64)
+def test_an_accumulator_drops_what_the_hardware_drops(
+    kind: Accumulator, options: dict[str, Any], product: float, expected: float
+) -> None:
+    """1 and 64 products, of either sign."""
+    one, ones = torch.ones(1, 1, 1, dtype=torch.float64), torch.ones(1, 64, 1, dtype=torch.float64)
+    products = torch.full((1, 1, 64), product, dtype=torch.float64)
     arithmetic = Arithmetic(**options)
 
-    assert float(accumulate(one, small, small.transpose(1, 2), kind, arithmetic)) == expected
-    assert float(accumulate(-one, -small, small.transpose(1, 2), kind, arithmetic)) == -expected
+    assert float(accumulate(one, products, ones, kind, arithmetic)) == expected
+    assert float(accumulate(-one, -products, ones, kind, arithmetic)) == -expected
 
 
 def test_a_truncating_accumulator_never_gains() -> None:
@@ -389,7 +463,7 @@ def test_the_row_sum_is_a_tree_of_float32_sums() -> None:
 
 
 def test_exp2_is_as_wrong_as_it_says() -> None:
-    """The polynomial: 8.77e-5 at most (docs/numerics.md, section 1, X5); below 2^-126 it gives 0."""
+    """The polynomial: 8.77e-5 at most (docs/numerics.md, section 1); below 2^-126 it gives 0."""
     x = torch.linspace(-125.5, 8.0, 2**17).double()
 
     def error(variant: str) -> float:

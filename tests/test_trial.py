@@ -152,6 +152,26 @@ def test_every_fault_is_found_in_one_case(switch: Switch, name: str, reason: Rea
 
 
 @pytest.mark.parametrize(
+    ("name", "reason", "text"),
+    [
+        ("nan_in_the_last_row_but_two", Reason.NOT_FINITE, "1 of 19200 live elements are NaN or inf, first out[297, 0, 0]"),
+        ("inf_lse_in_the_last_row_but_two", Reason.NOT_FINITE, "1 of 1200 live elements are NaN or inf, first lse[297, 0]"),
+        (
+            "leaves_the_last_row_but_two_unwritten",
+            Reason.ERROR,
+            "4 of 1200 (row, head) of `out` were never written, first out[297, 0]",
+        ),
+    ],
+)
+def test_rows_that_are_not_judged_are_still_looked_at(switch: Switch, name: str, reason: Reason, text: str) -> None:
+    wide = replace(CASE, q_lens=(300,), kv_lens=(300,), rows=8)
+    assert 297 not in prepared(wide).truth.rows.tolist()
+
+    found = one(switch, name, wide).findings
+    assert (found[0].reason, found[0].text.startswith(text)) == (reason, True), found[0].text
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("crashes", Reason.CRASH),
@@ -236,9 +256,10 @@ def test_a_kernel_of_varying_bits_is_measured_when_it_returns(switch: Switch) ->
 
 
 def test_a_thread_that_writes_into_the_next_call_is_found(switch: Switch) -> None:
+    """In its output or in an input, whatever lies there by then."""
     found = reasons(one(switch, "writes_late"))
 
-    assert found and set(found) <= {Reason.NONDETERMINISTIC, Reason.LEAK, Reason.PAGE_IDS, Reason.ERROR}
+    assert found and set(found) <= {Reason.NONDETERMINISTIC, Reason.LEAK, Reason.PAGE_IDS, Reason.ERROR, Reason.INPUT_WRITTEN}
 
 
 # The row sum over rounded P
