@@ -113,7 +113,7 @@ def commands(quick: bool) -> None:
         ("default profile, fast CPU kernel (sdpa-flash)", ["accept", "sdpa-flash", "--seed", "0"], 1 if quick else 3),
         (
             "quick profile, interpreted Triton",
-            ["accept", "triton-prefill-32", "--against", "triton-prefill-16", "--seed", "0"],
+            ["accept", "triton-prefill-32", "--against", "triton-prefill-16", "--profile", "quick", "--seed", "0"],
             1,
         ),
     ]

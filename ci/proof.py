@@ -8,46 +8,96 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-import oracle
+import oracle.trial
 from oracle.accept import Asked, accept
+from oracle.cases import Case
+from oracle.contract import Record
 from oracle.doors import looser_than_default
 from oracle.kernels.emulated import VARIANTS
 from oracle.kernels.emulated import __getattr__ as variant
+from oracle.material import Material, material
+from oracle.measure import Truth, tell
 from oracle.mutants.planted import FAULTS
+from oracle.pool import Fill, lay_out, without_fill
+from oracle.references.attention import Exact
+from oracle.references.bound import bound, tie_width
+from oracle.rows import sample_rows
+from oracle.trial import Prepared, contract_of
 from oracle.verdict import Outcome, Verdict
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "proof.md"
 
 
-def judged(job: tuple[str, int, str]) -> tuple[str, int, Verdict, float]:
-    """The verdict on one kernel with one seed, and the seconds it took."""
-    target, seed, against = job
-    start = time.perf_counter()
-    verdict = accept(Asked(candidate=target, seed=seed, against=against))
-    return target, seed, verdict, time.perf_counter() - start
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One kernel judged with one seed."""
+
+    target: str
+    seed: int
+    against: str  # "" = the emulator
 
 
-def jobs(seeds: int, only: str) -> list[tuple[str, int, str]]:
-    """(target, seed, incumbent) of every run, the faults first.
+def shared_preparation() -> Callable[[Case, Record], Prepared]:
+    """`oracle.trial.prepare`, keeping inputs and exact answers: many kernels are judged on the same cases."""
+    materials: dict[Case, Material] = {}
+    answers: dict[tuple[object, ...], Exact] = {}
+
+    def prepare(case: Case, record: Record) -> Prepared:
+        if case not in materials:
+            materials[case] = material(case)
+        laid = lay_out(case, materials[case], fill=Fill.STALE, salt=0, writes_padding=record.writes_padding)
+        r, rows, call = contract_of(record, case), sample_rows(case, case.rows or 40), without_fill(laid)
+        key = (case, tie_width(r), r.smooth_k, r.qk_block, r.u_v > 0)
+        if key not in answers:
+            answers[key] = tell(call, rows, r).exact
+        softcap, head_dim = call.softcap > 0, call.q.shape[2]
+        limits = bound(answers[key], r, softcap=softcap, head_dim=head_dim)
+        truth = Truth(exact=answers[key], bound=limits, roundoff=r, rows=rows, softcap=softcap, head_dim=head_dim)
+        return Prepared(case=case, material=materials[case], laid=laid, truth=truth)
+
+    return prepare
+
+
+def judged(runs: list[Run]) -> list[tuple[Run, Verdict, float]]:
+    """The verdict of each run and the seconds it took; equal cases are prepared once."""
+    oracle.trial.prepare = shared_preparation()  # type: ignore[assignment]  # same call, other parameter names
+    results = []
+    for run in runs:
+        start = time.perf_counter()
+        verdict = accept(Asked(candidate=run.target, seed=run.seed, against=run.against))
+        results.append((run, verdict, time.perf_counter() - start))
+        print(f"{run.target} seed {run.seed}: {verdict.outcome} {', '.join(verdict.reasons)}", file=sys.stderr, flush=True)
+        for finding in verdict.findings[:2] if "emulated" in run.target else []:
+            print(f"    {finding.reason} {finding.case} {finding.text}", file=sys.stderr, flush=True)
+    return results
+
+
+def batches(seeds: int, only: str) -> list[list[Run]]:
+    """The runs of each seed, so that they share their preparation; the faults, which end early, apart.
 
     A kernel of a looser contract is judged once, against itself: the only door open to it.
     """
-    runs = []
+    faults = []
     for name, fault in FAULTS.items():
         loose = looser_than_default(fault.record.precision)
-        runs.append((f"oracle.mutants.planted:{name}", 0, "oracle.kernels.emulated:p_e4m3" if loose else ""))
+        faults.append(Run(f"oracle.mutants.planted:{name}", 0, "oracle.kernels.emulated:p_e4m3" if loose else ""))
+    found = [faults]
     for seed in range(seeds):
+        runs = []
         for name in VARIANTS:
             target = f"oracle.kernels.emulated:{name}"
             loose = looser_than_default(variant(name).record.precision)  # type: ignore[attr-defined]
             if seed == 0 or not loose:
-                runs.append((target, seed, target if loose else ""))
-    return [run for run in runs if only in run[0]]
+                runs.append(Run(target, seed, target if loose else ""))
+        found.append(runs)
+    return [batch for runs in found if (batch := [run for run in runs if only in run.target])]
 
 
 def row(target: str, runs: list[tuple[int, Verdict, float]]) -> str:
@@ -71,11 +121,9 @@ def main() -> int:
     options = parser.parse_args()
     results: dict[str, list[tuple[int, Verdict, float]]] = {}
     with ProcessPoolExecutor(max_workers=2) as pool:
-        for target, seed, verdict, took in pool.map(judged, jobs(options.seeds, options.only)):
-            results.setdefault(target, []).append((seed, verdict, took))
-            print(f"{target} seed {seed}: {verdict.outcome} {', '.join(verdict.reasons)} {took:.0f} s", file=sys.stderr)
-            for finding in verdict.findings[:2] if "emulated" in target else []:
-                print(f"    {finding.reason} {finding.case} {finding.text}", file=sys.stderr)
+        for batch in pool.map(judged, batches(options.seeds, options.only)):
+            for run, verdict, took in batch:
+                results.setdefault(run.target, []).append((run.seed, verdict, took))
     wrong = [
         target
         for target, runs in results.items()

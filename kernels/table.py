@@ -20,6 +20,7 @@ class KernelRow:
     needs: str = ""  # a module that must be importable, "" = none
     against: str = ""  # the incumbent that the gate names, "" = the emulator
     door: str = ""  # the door expected of an accept on the CPU; compiled for a GPU, sums may come in another order
+    profile: str = ""  # the profile that the gate judges it on, on the CPU: "quick" for interpreted kernels
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
@@ -68,6 +69,7 @@ KERNELS: dict[str, KernelRow] = {
         about="paged prefill and decode, 16-row query tiles: the incumbent",
         expect="accept",
         needs="triton",
+        profile="quick",
     ),
     "triton-prefill-32": KernelRow(
         target="oracle.kernels.triton_prefill:prefill_32",
@@ -76,6 +78,7 @@ KERNELS: dict[str, KernelRow] = {
         door="bits",
         against="triton-prefill-16",
         needs="triton",
+        profile="quick",
     ),
     "triton-prefill-truncating": KernelRow(
         target="oracle.kernels.triton_prefill:prefill_truncating",
@@ -83,6 +86,7 @@ KERNELS: dict[str, KernelRow] = {
         expect="reject",
         reason="gain",
         needs="triton",
+        profile="quick",
     ),
 }
 

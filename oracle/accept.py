@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -157,6 +157,7 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
             other.process.close()
     has_lse = "return_lse" in candidate.scope.parameters
     ran = [Exercised(case=s.case, fills=s.fills, has_lse=has_lse) for s in seen]
+    covered = _unless_asked(asked, suite, coverage(candidate.scope, suite, ran))
     verdict = decide(
         candidate=asked.candidate,
         incumbent=asked.against or EMULATOR,
@@ -164,7 +165,7 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
         record=candidate.record,
         seen=seen,
         extra=extra,
-        coverage=coverage(candidate.scope, suite, ran),
+        coverage=covered,
         doors=asked.doors,
         seed=suite.seed,
         within_fp32=asked.within_fp32,
@@ -175,13 +176,21 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
     return verdict
 
 
+def _unless_asked(asked: Asked, suite: Suite, covered: Coverage) -> Coverage:
+    """What was covered; a tenth of the suite is too little to accept on, unless the user asked for it and not the record."""
+    if asked.profile or suite.profile != "quick":
+        return covered
+    return replace(covered, missing=("the whole suite (to accept on a tenth of it, say --profile quick)", *covered.missing))
+
+
 def listed(asked: Asked) -> Coverage:
     """What `accept` would cover, without judging anything."""
     own_cases = read_ahead(asked)
     candidate = open_kernel(asked.candidate, asked.device)
     try:
         suite = plan(asked, candidate, own_cases)
-        return coverage(candidate.scope, suite, planned(suite, "return_lse" in candidate.scope.parameters))
+        plans = planned(suite, "return_lse" in candidate.scope.parameters)
+        return _unless_asked(asked, suite, coverage(candidate.scope, suite, plans))
     finally:
         candidate.process.close()
 

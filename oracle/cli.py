@@ -91,7 +91,8 @@ def gate(device: str, seed: int) -> int:
         if why := unavailable(row, device):
             rows.append((name, row, None, f"not run: {why}"))
             continue
-        verdict = _judge(Asked(candidate=name, against=row.against, device=device, seed=seed, doors=("bits", "accuracy")))
+        profile = row.profile if device == "cpu" else ""
+        verdict = _judge(Asked(candidate=name, against=row.against, device=device, profile=profile, seed=seed))
         problem = check(row, verdict)
         rows.append((name, row, verdict, problem))
         if problem:

@@ -11,6 +11,7 @@ import torch
 from scipy.stats import bootstrap
 
 from oracle.contract import Precision, Record
+from oracle.formats import FORMATS
 from oracle.measure import DIRECTIONS, Slope, Sums, slope
 from oracle.trial import Seen, row_sum_findings
 from oracle.verdict import PRIORITY, Coverage, Figures, Finding, Outcome, Ratio, Reason, Verdict
@@ -82,7 +83,10 @@ def _floor(direction: str, sums: dict[str, Sums], keys: int, capped: bool, preci
     # tanh alone moves weight to or from a sink
     logits = eps_tanh * own.level + (precision.eps_exp * own.narrow if direction == "temperature" else 0.0)
     logits = logits / own.b if own.b > 0 else 0.0
-    lost = keys * precision.u_acc / 4  # accumulators without guard bits lose weight in proportion to the keys
+    # accumulators without guard bits lose weight in proportion to the keys; and a coarse P, rounded to nearest, is biased to
+    # second order, since there are more small weights than large ones
+    u_p = FORMATS["e4m3"].u if precision.p_format == "e4m3" else 0.0
+    lost = max(keys * precision.u_acc / 4, u_p**2 / 2)
     if direction == "bias":
         return max(BIAS_BETA, logits, lost * math.sqrt(sums["gain"].b / max(1, sums["gain"].elements)))
     return max(SLOPE_BETA, 2 * eps_tanh, logits, lost if direction == "gain" else 0.0)

@@ -246,7 +246,7 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
     """
     x, b = truth.exact, truth.bound.b
     low, nearest, high = ((x.out * factor).to(out.dtype).double() for factor in (1 - NEAR_TIE, 1.0, 1 + NEAR_TIE))
-    counted = counted & ((x.spread > ONE_V * x.out.abs()) | (nearest == x.out))
+    counted = counted & ((x.spread > ONE_V * x.out.abs()) | (nearest == x.out)) & ~_narrow(truth).unsqueeze(-1)
     err = torch.where(counted, out.double() - torch.where(low == high, nearest, x.out), 0.0)
     inverse = torch.where(counted & (b > 0), 1.0 / b, 0.0)
     scaled = err * inverse
@@ -270,6 +270,13 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
             ),
         )
     return sums
+
+
+def _narrow(truth: Truth) -> Tensor:
+    """Rows (R, q_heads) of several keys that lie closer together than P's format tells apart: right under the row's maximum, all
+    their P round up, in this row and in every other."""
+    x = truth.exact
+    return (x.within < truth.roundoff.u_p) & (x.p2 < 0.99 * x.mass)
 
 
 def slope(sums: Sums) -> Slope:

@@ -87,6 +87,7 @@ MOST_WORK = 1.2e9  # query-key pairs times heads times dims of one case
 MOST_POOL = 1.2e7  # elements of one case's page pool
 ELEMENTS, QUICK_ELEMENTS = 5_000_000, 250_000  # judged output elements at least
 SHARE, CONFIDENCE = 0.01, 0.99  # each case meets a fault on this share of (row, head) pairs with this probability
+MOST_DRAWS = 12  # covering arrays of one suite
 QUICK_CASES = 13  # of the covering array that the quick profile keeps
 PROFILES = ("default", "quick", "deep")
 CAPTURES = {  # shipped captures: file -> (family, tokens)
@@ -124,16 +125,23 @@ def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()
         structured += _long_cases(scope, seed) + _long_option_cases(scope, seed) + _promised_cases(scope, seed)
     fits = [c for c in structured if scope.refuses(c) is None]
     skipped = [(c, reason) for c in structured if (reason := scope.refuses(c)) is not None]
-    grid: list[Case] = []
+    arrays: list[tuple[Family | None, dict[str, list[Any]]]] = []
     classes = input_classes(scope)
     named: list[Family | None] = [FAMILIES[name] for name in families]
     for family in named or [None]:
         factors, left_out = _declared(scope, family, seed)
         skipped += left_out
-        for draw in range(3 if profile == "deep" else 1):
-            if all(factors.values()) and classes:
-                grid += _grid(factors, seed, draw, family, classes)
-    cases = _tenth(grid, fits) if profile == "quick" else _with_rows(_cheapest_first(fits + grid, _twins(grid)))
+        if all(factors.values()) and classes:
+            arrays.append((family, factors))
+    grid: list[Case] = []
+    cases: list[Case] = []
+    for draw in range(MOST_DRAWS):  # a kernel of few heads and small ones needs more cases for as many elements
+        grid += [c for family, factors in arrays for c in _grid(factors, seed, draw, family, classes)]
+        if profile == "deep" and draw < 2:
+            continue
+        cases = _tenth(grid, fits) if profile == "quick" else _with_rows(_cheapest_first(fits + grid, _twins(grid)))
+        if families or profile == "quick" or elements(cases) >= ELEMENTS or not arrays:
+            break
     return Suite(profile=profile, seed=seed, families=tuple(families), cases=tuple(cases), skipped=tuple(skipped))
 
 
@@ -163,7 +171,8 @@ def _declared(scope: Scope, family: Family | None, seed: int) -> tuple[dict[str,
             factors[name] = [fixed[name]]
             continue
         factors[name] = []
-        for value in values:
+        own_sinks = name == "sinks" and family is not None and family.sinks  # such a family is never judged without
+        for value in values[1:] if own_sinks else values:
             case = _case(plain | fixed | {name: value}, f"{name}={value}", seed, family, inputs)
             reason = scope.refuses(case)
             if reason is None:
@@ -465,10 +474,9 @@ def _twin(case: Case) -> Case:
 
 def _with_rows(cases: list[Case]) -> list[Case]:
     """The cases with their numbers of judged rows, as many as SHARE and CONFIDENCE ask for, raised until ELEMENTS are met."""
-    pairs = rows_needed(SHARE, CONFIDENCE)
     factor = 1.0
     while True:
-        sized = [replace(c, rows=max(8, round(factor * -(-pairs // c.family.q_heads)))) for c in cases]
+        sized = [_with_pairs(c, factor) for c in cases]
         if elements(sized) >= ELEMENTS or factor > 8:
             return sized
         factor *= 1.25
@@ -484,9 +492,9 @@ def _tenth(grid: list[Case], structured: list[Case]) -> list[Case]:
     small = [c for c in grid if _work(c) <= 3e7]
     chosen: list[Case] = []
     seen: set[tuple[str, str]] = set()
-    while small and len(chosen) < QUICK_CASES:
+    while small and (len(chosen) < QUICK_CASES or elements(chosen) < QUICK_ELEMENTS):
         best = max(small, key=lambda c: (len(_features(c) - seen), -_work(c)))
-        chosen.append(best)
+        chosen.append(_with_pairs(best))
         seen |= _features(best)
         small.remove(best)
     families = [c for c in structured if "/" in c.name and c.inputs in ("needle", "ones-v", "first-token") and _work(c) <= 6e7][
@@ -494,9 +502,12 @@ def _tenth(grid: list[Case], structured: list[Case]) -> list[Case]:
     ]
     real = [c for c in structured if c.captured and c.name.endswith("decode")][:1]
     twin = list(_twins(chosen).values())[:1]
-    return [
-        replace(c, rows=max(8, -(-rows_needed(SHARE, CONFIDENCE) // c.family.q_heads))) for c in families + real + chosen + twin
-    ]
+    return [_with_pairs(c) for c in families + real + chosen + twin]
+
+
+def _with_pairs(case: Case, factor: float = 1.0) -> Case:
+    """The case with as many judged rows as SHARE and CONFIDENCE ask for, times a factor."""
+    return replace(case, rows=max(8, round(factor * -(-rows_needed(SHARE, CONFIDENCE) // case.family.q_heads))))
 
 
 def _work(case: Case) -> float:

@@ -49,13 +49,15 @@ class Exact:
     top: Tensor  # m, the largest logit or the sink
     gap: Tensor  # m minus the second largest of logits and sink; inf where there is no second
     mass: Tensor  # sum of p_j over the keys: 1 without a sink
-    deviation: Tensor  # of the keys' logits under p: how far a change of the scale moves the weights
+    within: Tensor  # standard deviation of the logits among the keys
+    deviation: Tensor  # the same with the sink beside them: how far a change of the scale moves the weights
     a2: Tensor  # sqrt(sum p_j a_j^2)
     a_max: Tensor  # a bound on max a_j
     k_peak: Tensor  # sigma |q| sqrt(sum p_j max|k|^2), max over the tokens that share a quantisation scale with key j
     q_peak: Tensor  # a2 max|q| / |q|, max over the queries that share a quantisation scale
     v_peak: Tensor  # max|v| over all live keys and columns; 0 unless asked for
     b1: Tensor  # sum p_j sigma norm(q o k_j)
+    b2: Tensor  # sqrt(sum p_j sigma^2 norm(q o k_j)^2)
     s1: Tensor  # sum over keys of p_j |s_j|
     s2: Tensor  # sqrt(sum over keys of p_j s_j^2)
     g1: Tensor  # sum p_j (m - s_j), m the largest logit
@@ -79,6 +81,7 @@ PER_ROW = (
     "top",
     "gap",
     "mass",
+    "within",
     "deviation",
     "a2",
     "a_max",
@@ -86,6 +89,7 @@ PER_ROW = (
     "q_peak",
     "v_peak",
     "b1",
+    "b2",
     "s1",
     "s2",
     "g1",
@@ -259,6 +263,7 @@ class _Chunk:
         nothing = top == -math.inf
         m = top.masked_fill(nothing, 0.0)
         low = low.masked_fill(nothing, 0.0)
+        gap = self._gap(s, m)
         e = s.sub_(m.unsqueeze(-1)).clamp_(min=HIDDEN)  # s - m, in the memory of s
         p = torch.exp(e)
         total = p.sum(-1)
@@ -267,7 +272,6 @@ class _Chunk:
             beside = torch.exp(self.sink - m)
             total = total + beside
         after = self._sum_after(p, beside, m, u_p)
-        gap = self._gap(e, m)
         inverse = 1.0 / total.masked_fill(nothing, 1.0)
         p.mul_(inverse.unsqueeze(-1))
         beside = beside * inverse
@@ -275,19 +279,22 @@ class _Chunk:
         from_sink = torch.zeros_like(m) if self.sink is None else self.sink - m
         mass = p.sum(-1)
         first_moment, second_moment = pe.sum(-1), torch.linalg.vecdot(pe, e)
+        within, deviation = _deviations(mass, m, first_moment, second_moment)
         fields: dict[str, Tensor] = {
             "lse": (m + total.log()).masked_fill(nothing, -math.inf),
             "lse_after": after,
             "top": m,
             "gap": gap,
             "mass": mass,
-            "deviation": _deviation(mass, m, first_moment, second_moment),
+            "within": within,
+            "deviation": deviation,
             "g1": -(first_moment + beside * from_sink),
             "g2": (second_moment + beside * from_sink**2).sqrt(),
             "s2": (second_moment + 2 * m * first_moment + m * m * mass).clamp(min=0.0).sqrt(),
             "s_max": torch.maximum(top.abs(), low.abs()).masked_fill(nothing, 0.0),
             "s_range": m - low,
             "b1": torch.linalg.vecdot(p, qk),
+            "b2": torch.linalg.vecdot(p, qk.square()).sqrt(),
             "v_scale": self.v_scale.abs().squeeze(-1).expand_as(m),
         }
         size = self.q.norm(dim=-1) * self.sigma.abs()
@@ -308,13 +315,12 @@ class _Chunk:
             fields[name] = fields[name] * (self.v_scale if signed else self.v_scale.abs())
         return {name: self._unstack(value) for name, value in fields.items()}
 
-    def _gap(self, e: Tensor, m: Tensor) -> Tensor:
-        """What separates the largest of logits (`e` is s - m) and sink from the second largest."""
-        atoms = torch.cat((e.topk(min(2, e.shape[-1])).values, e.new_full((*m.shape, 2), HIDDEN)), -1)
+    def _gap(self, s: Tensor, m: Tensor) -> Tensor:
+        """What separates the largest of logits `s` and sink from the second largest; inf where there is no second."""
+        atoms = torch.cat((s.topk(min(2, s.shape[-1])).values, s.new_full((*m.shape, 2), -math.inf)), -1)
         if self.sink is not None:
-            atoms = torch.cat((atoms, (self.sink - m).unsqueeze(-1)), -1)
-        second = atoms.topk(2).values[..., 1]
-        return torch.where(second > HIDDEN, -second, math.inf)
+            atoms = torch.cat((atoms, self.sink.unsqueeze(-1)), -1)
+        return m - atoms.topk(2).values[..., 1]
 
     def v_peak(self) -> Tensor:
         """max|v| over the sequence's live keys, (rows, heads * group)."""
@@ -378,11 +384,13 @@ class _Chunk:
         return value.reshape(self.rows, self.heads * self.group, *rest)
 
 
-def _deviation(mass: Tensor, m: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """sqrt(variance of s among the keys + (1 - mass) mean^2), given sum p, m, sum p (s - m) and sum p (s - m)^2 of the keys.
+def _deviations(mass: Tensor, m: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The standard deviation of s among the keys, and the root of its square + (1 - mass) mean^2; given sum p, m, sum p (s - m)
+    and sum p (s - m)^2 of the keys.
 
     The second part is what a change of the scale moves between the keys and a sink, which is not scaled.
     """
     mean = first / mass.clamp(min=1e-300)
-    variance = (second / mass.clamp(min=1e-300) - mean * mean).clamp(min=0.0)
-    return (variance + (1 - mass).clamp(min=0.0) * (m + mean) ** 2).sqrt() * (mass > 0)
+    variance = (second / mass.clamp(min=1e-300) - mean * mean).clamp(min=0.0) * (mass > 0)
+    beside = (1 - mass).clamp(min=0.0) * (m + mean) ** 2 * (mass > 0)
+    return variance.sqrt(), (variance + beside).sqrt()

@@ -109,7 +109,7 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     chain = head_dim / MMA + 2
     worst = WORST_CHAIN * head_dim
     linear = (3 + r.scales) * U32
-    quantised, quantised_worst = _quantised(x, r, head_dim)
+    quantised, quantised_lse, quantised_worst = _quantised(x, r, head_dim)
     u_acc_qk = 0.0 if r.qk_step and not r.u_qk else r.u_acc  # int8 products add up exactly in int32
 
     def logits(kappa: float, a: Tensor, g: Tensor, s: Tensor) -> Tensor:
@@ -132,7 +132,8 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     inverse_l = torch.exp(-(x.lse - x.top)).masked_fill(x.empty[:, None], 0.0).unsqueeze(-1)
     integer = r.p_step * inverse_l
     rest = r.u_product + 2 * r.eps_exp
-    v2, v1 = x.v2g, x.v1
+    # keys of a bin round alike, but for the two sides of a midpoint: where their v cancel, that difference is what is left
+    v2, v1 = torch.maximum(x.v2g, x.v2), x.v1
     if r.sum_after:  # P's rounding moves the row sum too: it acts through v - out, over a sum that may be less by u_p
         v2 = (v2**2 + (out * x.p2g.unsqueeze(-1)) ** 2).sqrt() / (1 - r.u_p)
         v1 = (v1 + out) / (1 - r.u_p)
@@ -168,9 +169,11 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     )
     lse_size = x.lse.abs().masked_fill(x.empty[:, None], 0.0)
     tail = 3 * U32 * (lse_size + x.s_max) + 2.0**-149
-    # without guard bits every product may lose its last bits, and a row of one key averages over nothing but them
-    likely = worst**0.5 * u_acc_qk * (3 * x.b1 + x.s1) + 3 * r.u_product * x.b1 + linear * x.g1 + 4 * U32 * x.s_max
-    likely = likely + tanh * x.s1 + quantised
+    # without guard bits every product may lose its last bits: half a place of the running sum each, which is half of s on its
+    # way; and a row of one key averages over nothing but them
+    likely = u_acc_qk * (3 * worst**0.5 * x.b1 + worst / 4 * x.s1)
+    likely = likely + 3 * r.u_product * x.b1 + linear * x.g1 + 4 * U32 * x.s_max
+    likely = likely + tanh * x.s1 + quantised_lse
     # exp's error is a smooth function of its argument: near-equal logits share it, and it does not average out
     b_lse = 1.05 * (likely + r.eps_exp + 6 * n_row.sqrt() * U32 + tail)
     after = 3 * r.u_p * x.p2g + (r.a_p * n * inverse_l + 3 * integer * (n / 12).sqrt()).squeeze(-1)
@@ -187,11 +190,12 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     )
 
 
-def _quantised(x: Exact, r: Roundoff, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The error of logits whose q and k are quantised inside: QUANTISED standard deviations, and the most it can be."""
+def _quantised(x: Exact, r: Roundoff, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The error of logits whose q and k are quantised inside: QUANTISED standard deviations as a moment and as a mean under p,
+    and the moment of the most it can be."""
     both = x.k_peak * x.q_peak / x.a2.clamp(min=1e-300)  # q's error times k's
     step, root = r.qk_step, head_dim**0.5
-    uniform = step / 12**0.5
-    deviation = 0.4247 * 2**0.5 * r.u_qk * x.b1 + uniform * (x.k_peak**2 + x.q_peak**2 + (uniform * root * both) ** 2).sqrt()
-    relative = (2 + r.u_qk) * r.u_qk * x.a2
-    return QUANTISED * deviation, relative + step / 2 * root * (x.k_peak + x.q_peak + step / 2 * root * both)
+    uniform = step / 12**0.5 * (x.k_peak**2 + x.q_peak**2 + (step / 12**0.5 * root * both) ** 2).sqrt()
+    relative = 0.4247 * 2**0.5 * r.u_qk
+    worst = (2 + r.u_qk) * r.u_qk * x.a2 + step / 2 * root * (x.k_peak + x.q_peak + step / 2 * root * both)
+    return QUANTISED * (relative * x.b2 + uniform), QUANTISED * (relative * x.b1 + uniform), worst

@@ -38,8 +38,8 @@ NO_AIM = {"one-hot", "needle", "first-token", "qk-norm", "shared-kv"}  # each ha
 
 
 def case_of(inputs: str, family: Family, **changes: object) -> Case:
-    """Eight rows at the end of 150 keys."""
-    case = Case(name=inputs, family=family, q_lens=(8,), kv_lens=(150,), inputs=inputs)
+    """Five rows at the end of 130 keys."""
+    case = Case(name=inputs, family=family, q_lens=(5,), kv_lens=(130,), inputs=inputs)
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
@@ -105,10 +105,10 @@ def test_a_class_without_a_single_key_is_no_error(inputs: str) -> None:
 
 @pytest.mark.parametrize("inputs", AIMS)
 def test_logits_have_the_deviation_that_a_class_aims_at_in_every_family(inputs: str) -> None:
-    """Within the sampling error: 8 rows and 150 keys a head."""
+    """Within the sampling error: 5 rows and 130 keys a head."""
     measured = {name: deviation(case_of(inputs, FAMILIES[name])) for name in APART}
 
-    tolerance = 0.25 if inputs == "ties" else 0.12  # eight keys only
+    tolerance = 0.25 if inputs in ("ties", "outliers") else 0.12  # only eight different keys; heavy tails
     assert {name: s for name, s in measured.items() if not abs(s / AIMS[inputs] - 1) < tolerance} == {}
 
 
@@ -243,7 +243,7 @@ def test_needles_of_a_batch_lie_in_their_own_sequence() -> None:
 
 def test_one_hot_rows_are_half_the_rows() -> None:
     """Half the (row, head) pairs give nearly all weight to one key; the others are as flat as randn."""
-    used = keys_in_use(case_of("one-hot", FAMILIES["llama3"], q_lens=(40,)))
+    used = keys_in_use(case_of("one-hot", FAMILIES["llama3"], q_lens=(40,), kv_lens=(150,)))
 
     assert 0.4 < float((used < 1.01 / 110).double().mean()) < 0.6
     assert 0.4 < float((used > 0.2).double().mean()) < 0.6
