@@ -24,11 +24,12 @@ from oracle.isolation.locate import KernelNotFound, locate
 from oracle.isolation.outcome import Description, Failure, FailureKind
 from oracle.isolation.process import KernelProcess
 from oracle.kernels.table import KERNELS
+from oracle.pairs import FACTORS
 from oracle.references.arithmetic import Arithmetic
 from oracle.references.dense import dense_fp32
 from oracle.references.emulator import emulate
 from oracle.scope import Scope
-from oracle.suite import FACTORS, PROFILES, Suite, build
+from oracle.suite import PROFILES, Suite, build
 from oracle.trial import ENOUGH, Prepared, Seen, Trial, prepared_ahead
 from oracle.verdict import DOORS, Coverage, Finding, Verdict
 

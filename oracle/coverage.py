@@ -11,10 +11,11 @@ from typing import Protocol
 from oracle.cases import Case
 from oracle.families import FAMILIES
 from oracle.inputs import INPUT_CLASSES
+from oracle.pairs import FACTORS
 from oracle.pool import QUICK_FILLS, Fill
 from oracle.rows import sample_rows
 from oracle.scope import Scope
-from oracle.suite import ELEMENTS, FACTORS, QUICK_ELEMENTS, Suite
+from oracle.suite import ELEMENTS, QUICK_ELEMENTS, Suite
 from oracle.verdict import Coverage
 
 OPTIONS: dict[str, Callable[[Case], bool]] = {

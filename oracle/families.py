@@ -42,6 +42,11 @@ class Family:
         """Query heads per kv head."""
         return self.q_heads // self.kv_heads
 
+    @property
+    def reach(self) -> int:
+        """Keys of the longest sequence of a case: past the window, so that its edge lies inside."""
+        return max(200, self.window[0] + 70)
+
 
 def _family(
     name: str,

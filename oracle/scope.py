@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from oracle.cases import Case
 from oracle.contract import Record
-from oracle.inputs import EXTRA_NAMES
+from oracle.inputs import EXTRA_NAMES, INPUT_CLASSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +62,15 @@ class Scope:
         if not declared and self.record == Record() and {"k_scale", "v_scale"} <= self.parameters:
             return ("e4m3",)
         return declared
+
+    @property
+    def dims(self) -> list[tuple[int, int]]:
+        """Declared pairs of head_dim and head_dim_v."""
+        return [*((d, d) for d in self.record.head_dims), *self.record.uneven_head_dims]
+
+    @property
+    def input_classes(self) -> list[str]:
+        """Input classes that the covering array draws from: those that bring the extras, for a kernel that needs some."""
+        if not self.extras:
+            return list(INPUT_CLASSES)
+        return [name for name, extras in EXTRA_NAMES.items() if self.extras <= set(extras)]

@@ -19,7 +19,7 @@ from oracle.references.ties import grouped_norms
 
 SCORES = 2**24  # scores held at once; five fp64 buffers of this size are live, 128 MiB each
 KEY_BLOCK = 4096  # keys converted to fp64 at once
-PREFIX_BLOCK = 256  # keys between two looks at the running sum of P.V
+PREFIX_BLOCK = 512  # keys between two looks at the running sum of P.V
 SHORT = 16  # keys that any kernel takes in one tile, so that its P is exp(s - m) with the row's own m
 HIDDEN = -1e30  # s - m of a hidden key: finite, so that 0 * it is 0, and its exp is 0
 
@@ -278,7 +278,7 @@ class _Chunk:
         pe = p * e
         from_sink = torch.zeros_like(m) if self.sink is None else self.sink - m
         mass = p.sum(-1)
-        first_moment, second_moment = pe.sum(-1), torch.linalg.vecdot(pe, e)
+        first_moment, second_moment = pe.sum(-1), _dot(pe, e)
         within, deviation = _deviations(mass, m, first_moment, second_moment)
         fields: dict[str, Tensor] = {
             "lse": (m + total.log()).masked_fill(nothing, -math.inf),
@@ -293,8 +293,8 @@ class _Chunk:
             "s2": (second_moment + 2 * m * first_moment + m * m * mass).clamp(min=0.0).sqrt(),
             "s_max": torch.maximum(top.abs(), low.abs()).masked_fill(nothing, 0.0),
             "s_range": m - low,
-            "b1": torch.linalg.vecdot(p, qk),
-            "b2": torch.linalg.vecdot(p, qk.square()).sqrt(),
+            "b1": _dot(p, qk),
+            "b2": _dot(p, qk.square_()).sqrt(),
             "v_scale": self.v_scale.abs().squeeze(-1).expand_as(m),
         }
         size = self.q.norm(dim=-1) * self.sigma.abs()
@@ -302,7 +302,7 @@ class _Chunk:
         fields["k_peak"] = size * torch.bmm(p, peaks.square_().transpose(1, 2)).squeeze(-1).sqrt()
         fields["q_peak"] = fields["a2"] * self.q_peaks / self.q.norm(dim=-1).clamp(min=1e-300)
         fields["a_max"] = size * norms.amax(-1) if e.shape[-1] else torch.zeros_like(size)
-        fields["s1"] = torch.linalg.vecdot(p, torch.add(e, m.unsqueeze(-1), out=qk).abs_())
+        fields["s1"] = _dot(p, torch.add(e, m.unsqueeze(-1), out=qk).abs_())
         p_squared = torch.mul(p, p, out=qk)
         fields["p2"] = p_squared.sum(-1).sqrt()
         fields |= self._values(p, pe, p_squared, m, mass)
@@ -354,7 +354,7 @@ class _Chunk:
                 torch.maximum(largest, out, out=largest)
                 torch.minimum(smallest, out, out=smallest)
             tilt.baddbmm_(pe[:, :, a:b], v)
-            size = v.abs()
+            size = v.abs_()
             v1.baddbmm_(p[:, :, a:b], size)
             v_max = torch.maximum(v_max, size.amax(1, keepdim=True))
             first, last = (self.lo - a).clamp(0, b - a), (self.hi - a).clamp(0, b - a)
@@ -363,9 +363,9 @@ class _Chunk:
             else:
                 sums = torch.nn.functional.pad(size.cumsum(1), (0, 0, 1, 0))
                 w1 += sums[:, last] - sums[:, first]
-            v.mul_(v)
-            square.baddbmm_(p[:, :, a:b], v)
-            v2.baddbmm_(p_squared[:, :, a:b], v)
+            size.mul_(size)
+            square.baddbmm_(p[:, :, a:b], size)
+            v2.baddbmm_(p_squared[:, :, a:b], size)
         # |partial sums| from the front are at most max(largest, -smallest); from the back, out - partial
         prefix = torch.stack((largest, -smallest, out - smallest, largest - out)).amax(0)
         slope = tilt + m.unsqueeze(-1) * out - out * (pe.sum(-1) + m * mass).unsqueeze(-1)
@@ -382,6 +382,11 @@ class _Chunk:
         rest = value.shape[2:]
         value = value.reshape(self.heads, self.rows, self.group, *rest).transpose(0, 1)
         return value.reshape(self.rows, self.heads * self.group, *rest)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """The dot products of the last dimension of two (heads, M, keys), without their product in memory."""
+    return torch.bmm(a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1).unsqueeze(2)).view(a.shape[:2])
 
 
 def _deviations(mass: Tensor, m: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

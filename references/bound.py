@@ -149,7 +149,8 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     absolute = absolute + underflow * (LAMBDA * (n / 3).sqrt() + 4)  # n uniform roundings
     value_scale = U32 * (r.scales > 0) * out
 
-    spread_likely, _ = moved(logits(chain, x.a2, x.g2, x.s2) + quantised, logits(chain, *tops) + quantised)
+    share = x.mass.clamp(1e-300, 1.0).sqrt()  # what a moment under p carries of the keys, beside a sink
+    spread_likely, _ = moved(logits(chain, x.a2, x.g2, x.s2) + quantised, logits(chain, *tops) + quantised / share)
     farthest = (x.a_max / x.a2.clamp(min=1e-300)).clamp(1.0, 1e6)  # quantised_worst is a moment under p, this of all keys
     spread_worst, growth = moved(eta_worst, logits(worst, *tops) + quantised_worst * farthest)
     b = (1 + 2 * r.u_out) * (
@@ -191,11 +192,14 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
 
 
 def _quantised(x: Exact, r: Roundoff, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The error of logits whose q and k are quantised inside: QUANTISED standard deviations as a moment and as a mean under p,
-    and the moment of the most it can be."""
+    """The error of logits whose q and k are quantised inside: QUANTISED standard deviations as a moment under p, what they move
+    the LSE by, and the moment of the most it can be."""
     both = x.k_peak * x.q_peak / x.a2.clamp(min=1e-300)  # q's error times k's
     step, root = r.qk_step, head_dim**0.5
     uniform = step / 12**0.5 * (x.k_peak**2 + x.q_peak**2 + (step / 12**0.5 * root * both) ** 2).sqrt()
     relative = 0.4247 * 2**0.5 * r.u_qk
     worst = (2 + r.u_qk) * r.u_qk * x.a2 + step / 2 * root * (x.k_peak + x.q_peak + step / 2 * root * both)
-    return QUANTISED * (relative * x.b2 + uniform), QUANTISED * (relative * x.b1 + uniform), worst
+    mass = x.mass.clamp(1e-300, 1.0)
+    of_keys = QUANTISED * (relative * x.b1 / mass + uniform / mass.sqrt())
+    lse = torch.logaddexp(torch.log1p(-mass), torch.log(mass) + of_keys)  # beside a sink; of_keys without
+    return QUANTISED * (relative * x.b2 + uniform), lse, worst

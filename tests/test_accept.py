@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oracle import accept as accepting
-from oracle import suite
+from oracle import pairs
 from oracle.accept import Asked, accept, default_seed
 from oracle.cases import Case, to_toml
 from oracle.coverage import coverage as real_coverage
@@ -334,7 +334,7 @@ def test_the_default_seed_is_made_of_the_source_and_the_suite(tmp_path: Path, mo
     assert seeds[0] != seeds[1]
 
     before = default_seed("a")
-    monkeypatch.setitem(suite.FACTORS, "group", (*suite.FACTORS["group"], 3))
+    monkeypatch.setitem(pairs.FACTORS, "group", (*pairs.FACTORS["group"], 3))
     assert default_seed("a") != before != default_seed("b")
 
 

@@ -96,6 +96,15 @@ def test_kernels_that_quantise_inside_on_rows_where_nothing_averages(name: str, 
     figures(replace(case, inputs=inputs), VARIANTS[name])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_errors_of_several_nats_beside_a_sink(seed: int) -> None:
+    """Keys of little mass, whose logits may be off by nats: they come up, and the LSE with them; e_lse was 1.36."""
+    family = replace(FAMILY, q_heads=1, kv_heads=1, head_dim=40, head_dim_v=40, scale=1.0, sinks=True)
+    for sinks in ("below", "small", "dominant"):
+        case = replace(CASE, family=family, q_lens=(100,), kv_lens=(200,), inputs="shifted-down", sinks=sinks, seed=seed)
+        figures(replace(case, rows=100), VARIANTS["e4m3"])
+
+
 @pytest.mark.parametrize("case", [CASE, ONE_KEY], ids=["causal", "one-key"])
 def test_quantised_values_under_the_smallest_normal(case: Case) -> None:
     """A v far below the largest of its tile has an absolute error, not a relative one: e was 15."""

@@ -13,7 +13,7 @@ from oracle.cases import Case
 from oracle.families import FAMILIES
 from oracle.geometry import EDGES, GEOMETRIES, Lengths, lengths
 from oracle.material import visible_keys
-from oracle.suite import EXTENTS, MASKS
+from oracle.pairs import EXTENTS, MASKS
 
 drawn = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 

@@ -15,21 +15,11 @@ from oracle.cases import Case
 from oracle.contract import OPTIONAL, Precision, Record
 from oracle.families import FAMILIES
 from oracle.inputs import INPUT_CLASSES
+from oracle.pairs import FACTORS, MASKS, MOST_POOL, MOST_WORK, covering_rows
 from oracle.rows import rows_needed, sample_rows
 from oracle.scope import Scope
-from oracle.suite import (
-    ELEMENTS,
-    FACTORS,
-    LONG_OPTIONS,
-    MASKS,
-    MOST_POOL,
-    MOST_WORK,
-    QUICK_ELEMENTS,
-    Suite,
-    build,
-    covering_rows,
-    elements,
-)
+from oracle.structured import LONG_OPTIONS
+from oracle.suite import ELEMENTS, QUICK_ELEMENTS, Suite, build, elements
 
 drawn = settings(derandomize=True, deadline=None, database=None, max_examples=8)
 
