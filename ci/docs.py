@@ -14,6 +14,7 @@ from oracle.accept import Asked, accept, listed
 from oracle.families import FAMILIES
 from oracle.inputs import EXTRA_CLASSES, INPUT_CLASSES, PROMISED_CLASSES
 from oracle.kernels.table import KERNELS
+from oracle.relations.table import RELATIONS
 from oracle.report import PIPE_WIDTH, verdict_text
 from oracle.verdict import MEANINGS
 
@@ -64,6 +65,8 @@ def tables() -> str:
         table(("class", "what it is"), ((f"`{name}`", c.about) for name, c in classes.items())),
         "## Reasons for a reject, the most telling first",
         table(("code", "meaning"), ((f"`{reason}`", text) for reason, text in MEANINGS.items())),
+        "## Relations (`oracle/relations/table.py`)",
+        table(("relation", "demands", "because"), ((f"`{name}`", r.level, r.why) for name, r in RELATIONS.items())),
         "## What the default profile covers (`oracle accept emulator --list --seed 0`)",
         f"{covered.cases} cases, {covered.rows:,} query rows, {covered.elements:,} output elements.",
         table(("what must be covered", "count"), ((name, f"{count:,}") for name, count in covered.counts.items())),

@@ -6,6 +6,7 @@ Done in bf16, K is rounded twice.  Kept because it must be rejected: it was meas
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from oracle.contract import Call, Record
@@ -35,15 +36,21 @@ def rebuilt_k(
     Returns out (total_q, q_heads, head_dim), and with `return_lse` the LSE (total_q, q_heads); rows past the plan are 0.
     """
     stored = k_cache.shape[-1] // ROTATED
-    k = k_cache.clone()
-    k[..., stored:] = v_cache[..., stored:] * k_norm_weight[stored:].to(k.dtype)
+    seqs = len(seqused_k) if num_seqs is None else num_seqs
+    pages = -(-seqused_k[:seqs] // k_cache.shape[1])
+    read = torch.arange(page_table.shape[1]) < pages[:, None]
+    live, table = torch.unique(page_table[:seqs][read], return_inverse=True)  # the pool may be far larger than what is read of it
+    k, v = k_cache[live], v_cache[live]
+    k[..., stored:] = v[..., stored:] * k_norm_weight[stored:].to(k.dtype)
+    compact = torch.zeros_like(page_table)
+    compact[:seqs][read] = table.int()
     call = Call(
         q=q,
         k_cache=k,
-        v_cache=v_cache,
+        v_cache=v,
         cu_seqlens_q=cu_seqlens_q,
         seqused_k=seqused_k,
-        page_table=page_table,
+        page_table=compact,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

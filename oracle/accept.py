@@ -16,7 +16,7 @@ from torch import Tensor
 import oracle
 from oracle.cases import Case, read_cases
 from oracle.contract import OPTIONAL, REQUIRED, Call, Record
-from oracle.coverage import Exercised, coverage, planned
+from oracle.coverage import Exercised, coverage, planned, with_relations
 from oracle.doors import decide
 from oracle.errors import InputError
 from oracle.families import FAMILIES
@@ -28,9 +28,10 @@ from oracle.pairs import FACTORS
 from oracle.references.arithmetic import Arithmetic
 from oracle.references.dense import dense_fp32
 from oracle.references.emulator import emulate
+from oracle.relations.judge import Related, planned_relations, relate
 from oracle.scope import Scope
 from oracle.suite import PROFILES, Suite, build
-from oracle.trial import ENOUGH, Prepared, Seen, Trial, prepared_ahead
+from oracle.trial import ENOUGH, Prepare, Prepared, Seen, Trial, prepare, prepared_ahead
 from oracle.verdict import DOORS, Coverage, Finding, Verdict
 
 EMULATOR = "emulator (textbook)"
@@ -141,8 +142,11 @@ def _with_cases(suite: Suite, candidate: Candidate, cases: Sequence[Case]) -> Su
     )
 
 
-def accept(asked: Asked, progress: Progress = lambda done, total, what: None) -> Verdict:
-    """The verdict on `asked.candidate`.  Raises InputError for wrong usage; a kernel that misbehaves is a verdict."""
+def accept(asked: Asked, progress: Progress = lambda done, total, what: None, make: Prepare = prepare) -> Verdict:
+    """The verdict on `asked.candidate`.  Raises InputError for wrong usage; a kernel that misbehaves is a verdict.
+
+    `make` prepares the cases: who judges many kernels on the same ones keeps what he made.
+    """
     own_cases = read_ahead(asked)
     candidate = open_kernel(asked.candidate, asked.device)
     other = None
@@ -151,14 +155,14 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
         if asked.against:
             other = open_kernel(asked.against, asked.device)
             suite = _both(suite, other)
-        seen, extra, stopped = _run(asked, candidate, other, suite, progress)
+        seen, extra, related, stopped = _run(asked, candidate, other, suite, progress, make)
     finally:
         candidate.process.close()
         if other is not None:
             other.process.close()
     has_lse = "return_lse" in candidate.scope.parameters
     ran = [Exercised(case=s.case, fills=s.fills, has_lse=has_lse) for s in seen]
-    covered = _unless_asked(asked, suite, coverage(candidate.scope, suite, ran))
+    covered = with_relations(coverage(candidate.scope, suite, ran), candidate.scope, suite, related.ran)
     verdict = decide(
         candidate=asked.candidate,
         incumbent=asked.against or EMULATOR,
@@ -166,15 +170,19 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None) ->
         record=candidate.record,
         seen=seen,
         extra=extra,
-        coverage=covered,
+        coverage=_unless_asked(asked, suite, covered),
         doors=asked.doors,
         seed=suite.seed,
         within_fp32=asked.within_fp32,
         incumbent_precision=other.record.precision if other else None,
-        notes=[f"stopped after {ENOUGH} cases with findings: {stopped} cases were not run"] if stopped else [],
+        notes=[*_stopped(stopped), *related.notes],
         environment=environment(asked, candidate, suite),
     )
     return verdict
+
+
+def _stopped(not_run: int) -> list[str]:
+    return [f"stopped after {ENOUGH} cases with findings: {not_run} cases were not run"] if not_run else []
 
 
 def _unless_asked(asked: Asked, suite: Suite, covered: Coverage) -> Coverage:
@@ -191,7 +199,9 @@ def listed(asked: Asked) -> Coverage:
     try:
         suite = plan(asked, candidate, own_cases)
         plans = planned(suite, "return_lse" in candidate.scope.parameters)
-        return _unless_asked(asked, suite, coverage(candidate.scope, suite, plans))
+        relations = planned_relations(candidate.scope, quick=suite.profile == "quick")
+        covered = with_relations(coverage(candidate.scope, suite, plans), candidate.scope, suite, relations)
+        return _unless_asked(asked, suite, covered)
     finally:
         candidate.process.close()
 
@@ -215,9 +225,9 @@ def _fp32(call: Call) -> Tensor:
 
 
 def _run(
-    asked: Asked, candidate: Candidate, other: Candidate | None, suite: Suite, progress: Progress
-) -> tuple[list[Seen], list[Finding], int]:
-    """(what each case showed, findings over all of them, cases not run)."""
+    asked: Asked, candidate: Candidate, other: Candidate | None, suite: Suite, progress: Progress, make: Prepare
+) -> tuple[list[Seen], list[Finding], Related, int]:
+    """(what each case showed, findings beside them, what the relations showed, cases not run)."""
     trial = Trial(
         candidate.process,
         candidate.record,
@@ -231,13 +241,22 @@ def _run(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for prepared in prepared_ahead(suite.cases, candidate.record):
+        for prepared in prepared_ahead(suite.cases, candidate.record, make):
             progress(len(seen), total, prepared.case.name)
             seen.append(trial.run(prepared))
             if sum(1 for s in seen if s.findings) >= ENOUGH:
-                return seen, [], total - len(seen)
+                return seen, [], Related(), total - len(seen)
+        related = Related()
+        if not suite.families:
+            related = relate(
+                trial,
+                candidate.scope,
+                seed=suite.seed,
+                quick=suite.profile == "quick",
+                progress=lambda name: progress(total, total, f"relation {name}"),
+            )
         progress(total, total, "the first cases once more")
-        return seen, trial.return_to_first(), 0
+        return seen, [*related.findings, *trial.return_to_first()], related, 0
     finally:
         torch.set_num_threads(threads)
 

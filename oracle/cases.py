@@ -15,7 +15,7 @@ from oracle.captured import shipped
 from oracle.errors import InputError
 from oracle.families import FAMILIES, Family
 
-LAYOUTS = ("plain", "kv-in-page", "layers-in-page", "strided", "hnd")
+LAYOUTS = ("plain", "kv-in-page", "layers-in-page", "strided", "hnd", "many-pages", "far-pages")
 SCALES = ("none", "scalar", "per-head", "per-sequence", "kv-scalar", "kv-per-head", "kv-per-sequence")  # kv-: no q_scale
 SINKS = ("none", "small", "dominant", "below")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -37,6 +37,7 @@ class Case:
     captured: str = ""  # a capture's file name, where inputs == "captured"
     scales: str = "none"  # one of SCALES
     sinks: str = "none"  # one of SINKS; "none" unless the family has sinks
+    shared_prefix: int = 0  # first tokens of sequence 0 that the later sequences have too, as far as both reach
     padded_seqs: int = 0  # plan entries past the live batch; num_seqs is given where there are any
     tail_rows: int = 3  # rows of q past the plan
     give_out: bool = True
@@ -59,6 +60,7 @@ class Case:
             (min(self.q_lens, default=0), 0, "a length in q_lens"),
             (min(self.kv_lens, default=0), 0, "a length in kv_lens"),
             (self.page_size, 1, "page_size"),
+            (self.shared_prefix, 0, "shared_prefix"),
             (self.padded_seqs, 0, "padded_seqs"),
             (self.tail_rows, 0, "tail_rows"),
             (self.rows, 0, "rows"),
@@ -75,6 +77,11 @@ class Case:
     def total_k(self) -> int:
         """Live keys, over all sequences."""
         return sum(self.kv_lens)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Keys that each sequence has in common with sequence 0; 0 for that one itself.  Whole pages of them are shared."""
+        return tuple(min(self.shared_prefix, self.kv_lens[0], n) if b else 0 for b, n in enumerate(self.kv_lens))
 
 
 def captured_case(name: str, family: Family, tokens: int, dtype: str, file: str) -> Case:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from oracle.verdict import Verdict
 
 WRONG_USAGE, INTERRUPTED = 2, 130
+HELD_OUT, HELD_OUT_SHARE = 1000, 0.95  # faults that `oracle mutants --held-out` draws, and the share that must be rejected
 Progress = Callable[[int, int, str], None]
 
 
@@ -73,9 +74,82 @@ def accept(json_file: Path | None, list_only: bool, doors: tuple[str, ...], **op
 
 
 @cli.command()
+@click.argument("kernel")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="Time to search.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same cases.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path(),
+    help="Folder that the case is saved in [default: this one].",
+)
+def fuzz(kernel: str, minutes: float, seed: int, device: str, output: Path) -> int:
+    """Search for a call that KERNEL gets wrong; print and save the smallest one.
+
+    Exit status: 0 nothing found, 1 found, 2 wrong usage, 130 interrupted with nothing found.
+    """
+    from oracle.accept import open_kernel
+    from oracle.casefile import save
+    from oracle.exercised import pair_counts
+    from oracle.fuzz import Limits, search
+    from oracle.replay_text import found_text, inspect_text, searched_text
+    from oracle.report import console, pairs_table
+
+    candidate = open_kernel(kernel, device)
+    try:
+        with _progress(kernel) as progress:
+            seen = search(
+                candidate, seed, Limits(search_s=60 * minutes), lambda s, what: progress(int(s), int(60 * minutes), what)
+            )
+    finally:
+        candidate.process.close()
+    if seen.found is not None:
+        judged = seen.found.judged
+        finding = f"{judged.faults[0].reason}: {judged.faults[0].text}"
+        path = save(judged.case, output, {"kernel": kernel, "found": finding, "seed": str(seed)})
+        click.echo(found_text(kernel, seen.found, path))
+        click.echo(searched_text(seen))
+        return 1
+    if seen.inspect:
+        path = save(
+            seen.inspect[0].case, output, {"kernel": kernel, "inspect": seen.inspect[0].inspect[0].text, "seed": str(seed)}
+        )
+        click.echo(inspect_text(kernel, seen.inspect[0], len(seen.inspect), path) + "\n")
+    console().print(pairs_table(pair_counts(candidate.scope, seen.cases)))
+    click.echo(searched_text(seen))
+    return INTERRUPTED if seen.interrupted else 0
+
+
+@cli.command()
+@click.argument("case", type=click.Path(path_type=Path))
+@click.argument("kernel", default="")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+def replay(case: Path, kernel: str, device: str) -> int:
+    """Judge a saved CASE (a .toml, or a folder of them) again, with what lies round the worst element.
+
+    KERNEL is by default the one that the file names.  Exit status: 0 nothing found, 1 found, 2 wrong usage.
+    """
+    from oracle.casefile import read
+    from oracle.replay import replay as run
+    from oracle.replay import status
+    from oracle.replay_text import replayed_text
+
+    files = read(case)
+    with _progress(str(case)) as progress:
+        replayed = run(files, kernel, device, progress)
+    click.echo("\n\n".join(map(replayed_text, replayed)))
+    return status(replayed)
+
+
+@cli.command()
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the suites.")
-def gate(device: str, seed: int) -> int:
+@click.option(
+    "--cases", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of CASE.toml, judged first."
+)
+def gate(device: str, seed: int, cases: Path | None) -> int:
     """Judge every shipped kernel that this machine can run, and compare each verdict with the expected one.
 
     Exit status: 0 all as expected, 1 a verdict moved.
@@ -92,7 +166,8 @@ def gate(device: str, seed: int) -> int:
             rows.append((name, row, None, f"not run: {why}"))
             continue
         profile = row.profile if device == "cpu" else ""
-        verdict = _judge(Asked(candidate=name, against=row.against, device=device, profile=profile, seed=seed))
+        asked = Asked(candidate=name, against=row.against, device=device, profile=profile, seed=seed, cases=cases)
+        verdict = _judge(asked)
         problem = check(row, verdict)
         rows.append((name, row, verdict, problem))
         if problem:
@@ -100,6 +175,40 @@ def gate(device: str, seed: int) -> int:
     out.print(gate_table(rows))
     ran = [problem for _, _, verdict, problem in rows if verdict is not None]
     return 0 if ran and not any(ran) else 1
+
+
+@cli.command()
+@click.option("--only", default="", metavar="TEXT", help="Only mutants whose name holds this.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the suite.")
+@click.option("--held-out", type=int, metavar="SEED", help="Instead: faults drawn at random from the parameter table.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write each verdict's reasons as JSON."
+)
+def mutants(only: str, seed: int, held_out: int | None, json_file: Path | None) -> int:
+    """The gate's own exam: correct kernels with one planted fault each, fault by check, beside other projects' rules.
+
+    Exit status: 0 every one is rejected for a reason that names its fault (of faults drawn at random: 95 %), 1 some are not.
+    """
+    from oracle.exam import examine
+    from oracle.exam_text import checks, faults, kinds, peers
+    from oracle.heldout import held_out_share
+    from oracle.mutants.table import MUTANTS
+    from oracle.report import console, sheet_table
+
+    if held_out is not None:
+        share = held_out_share(held_out, HELD_OUT)
+        click.echo(share)
+        return 0 if share.rejected >= HELD_OUT_SHARE else 1
+    names = [name for name in MUTANTS if only in name]
+    if not names:
+        raise click.UsageError(f"--only {only}: no mutant's name holds it; oracle/mutants/table.py has {len(MUTANTS)}")
+    judged = examine(names, seed)
+    for sheet in (faults(judged), kinds(judged), checks(judged), peers(judged)):
+        console().print(sheet_table(sheet))
+    if json_file is not None:
+        text = {j.name: {"verdict": j.verdict.outcome, "reasons": j.verdict.reasons, "understood": j.understood} for j in judged}
+        json_file.write_text(json.dumps(text, indent=2) + "\n")
+    return 0 if all(j.understood for j in judged) else 1
 
 
 @cli.command()

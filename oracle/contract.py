@@ -118,6 +118,8 @@ class Record:
     finite_tails: bool = False  # needs finite values past the plan: NaN and inf fills are skipped and counted
     deterministic: bool = True  # same bits twice; False is reported and closes door 1
     page_invariant: bool = True  # other page ids for the same data give the same bits
+    batch_invariant: bool = False  # a sequence has the same bits alone, in any batch, anywhere in it and with any padding
+    thresholds: tuple[int, ...] = ()  # numbers of query rows or of keys where it takes another path: judged on both sides
     lse_base: str = "e"  # "e" (natural log) or "2"
     precision: Precision = Precision()
     interpreted: bool = False  # runs in an interpreter: use the quick profile

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Protocol
 
 from oracle.cases import Case
 from oracle.families import FAMILIES
 from oracle.inputs import INPUT_CLASSES
-from oracle.pairs import FACTORS
+from oracle.pairs import FACTORS, factor_values
 from oracle.pool import QUICK_FILLS, Fill
+from oracle.relations.table import RELATIONS, refuses
 from oracle.rows import sample_rows
 from oracle.scope import Scope
 from oracle.suite import ELEMENTS, QUICK_ELEMENTS, Suite
@@ -106,6 +107,26 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
     )
 
 
+def with_relations(covered: Coverage, scope: Scope, suite: Suite, ran: Mapping[str, int]) -> Coverage:
+    """`covered` with the relations, `ran` so many times each: those that the scope allows and that did not run are missing.
+
+    Families asked for by name are judged by their cases alone.
+    """
+    if suite.families:
+        return covered
+    skipped = {f"relation {name}: {why}": 1 for name, r in RELATIONS.items() if (why := refuses(r, scope)) is not None}
+    asked = {name: r for name, r in RELATIONS.items() if refuses(r, scope) is None}
+    absent = {name: r for name, r in asked.items() if not ran.get(name, 0)}
+    quick = suite.profile == "quick"
+    return replace(
+        covered,
+        counts=covered.counts | {f"relation {name}": ran.get(name, 0) for name in asked},
+        missing=(*covered.missing, *(f"relation {name}" for name, r in absent.items() if r.quick or not quick)),
+        left_out=(*covered.left_out, *(f"relation {name}" for name, r in absent.items() if quick and not r.quick)),
+        skipped=covered.skipped | skipped,
+    )
+
+
 def _able(scope: Scope, name: str) -> bool:
     f = FAMILIES[name]
     case = Case(
@@ -148,25 +169,5 @@ def _options(scope: Scope, suite: Suite, cases: Sequence[Case], need: _Need) -> 
 
 def _pairs(scope: Scope, suite: Suite, cases: Sequence[Case]) -> int:
     """Distinct pairs of values of two factors that the cases of the covering array hold."""
-    rows = [_values(c) for c in cases if "pair-" in c.name]
+    rows = [factor_values(c) for c in cases if "pair-" in c.name]
     return len({(a, row[a], b, row[b]) for row in rows for a, b in combinations(sorted(FACTORS), 2)})
-
-
-def _values(c: Case) -> dict[str, object]:
-    f = c.family
-    return {
-        "dtype": c.cache_dtype or c.dtype,
-        "dims": (f.head_dim, f.head_dim_v),
-        "group": f.group,
-        "kv_heads": f.kv_heads,
-        "page_size": c.page_size,
-        "mask": (f.causal, f.window),
-        "softcap": f.softcap,
-        "sinks": c.sinks,
-        "scales": c.scales,
-        "scale": "1/sqrt(d)" if f.scale == f.head_dim**-0.5 else str(f.scale),
-        "geometry": len(c.q_lens),
-        "layout": c.layout,
-        "padded_seqs": c.padded_seqs,
-        "give_out": c.give_out,
-    }

@@ -20,6 +20,7 @@ MARGIN_EMULATOR = 1.25  # correct kernels differ from the textbook: a lazily res
 MARGIN_NAMED = 1.05
 RESAMPLES = 2000
 CLASS_LOGIT_SHARE, CLASS_ROWS = 0.1, 64  # an input class is compared by itself only under, and from, these (judging.md)
+CLASS_CASES = 3  # so that one case, which may be hard for a reason of its own, speaks for no class
 NEGLIGIBLE = 0.02  # RMS e under this is the rounding of the output: a ratio of two such numbers says nothing
 
 # A slope is a fault when it is certain, not tiny, and visible beside the bound (numerics.md 4.2).
@@ -108,8 +109,10 @@ def ratio(label: str, seen: Sequence[Seen], margin: float, seed: int) -> Ratio:
         value = float((mine.sum() / theirs.sum()) ** 0.5)
         return Ratio(label=label, value=value, lower=0.0, upper=float("inf"), margin=margin, rows=rows, rows_to_decide=CLASS_ROWS)
 
+    least = 1e-12 * theirs.sum()  # a sample may hold only clusters where the incumbent makes no error
+
     def statistic(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
-        result: np.ndarray = np.sqrt(a.sum(axis) / np.maximum(b.sum(axis), 1e-300))
+        result: np.ndarray = np.sqrt(a.sum(axis) / np.maximum(b.sum(axis), least))
         return result
 
     value = float(statistic(mine, theirs))
@@ -146,7 +149,7 @@ def ratios(seen: Sequence[Seen], margin: float, seed: int) -> list[Ratio]:
         pool = [s for s in narrow if s.case.inputs == inputs and s.candidate and s.candidate.logit_share < CLASS_LOGIT_SHARE]
         rows = sum(len(s.candidate.cluster_e2) for s in pool if s.candidate)
         loudest = max((max(s.candidate.rms, s.incumbent.rms) for s in pool if s.candidate and s.incumbent), default=0.0)
-        if rows >= CLASS_ROWS and loudest >= NEGLIGIBLE:
+        if len(pool) >= CLASS_CASES and rows >= CLASS_ROWS and loudest >= NEGLIGIBLE:
             result.append(ratio(inputs, pool, margin, seed))
     return result
 
@@ -163,6 +166,7 @@ def figures(seen: Sequence[Seen], slopes: dict[str, dict[str, float]], record: R
     return Figures(
         max_e=max(m.worst.units for m in all_measured),
         max_e_det=max(m.worst_det for m in all_measured),
+        max_e_own=max(m.worst_own for m in all_measured),
         max_e_lse=max(w.units for w in lse) if lse else None,
         rms_e=float(sum(float(m.cluster_e2.sum()) for m in all_measured) / max(1.0, counted)) ** 0.5,
         mean_abs=sum(m.mean_abs * m.elements for m in all_measured) / max(1, sum(m.elements for m in all_measured)),

@@ -52,6 +52,11 @@ def _mixed(stream: Stream, reach: int, page: int) -> Lengths:
     return (1, 0, 33, 1, 0, 17, 1, 2), (reach, keys[0], max(33, keys[1]), 0, 0, 17, keys[2], 1)
 
 
+def _full_tiles(stream: Stream, reach: int, page: int) -> Lengths:
+    """Every query tile is full, whatever its size up to 64, behind a context and without one."""
+    return (64, 16, 128), (reach, 16, 128)
+
+
 def _single(stream: Stream, reach: int, page: int) -> Lengths:
     return (1,), (reach,)
 
@@ -68,6 +73,7 @@ GEOMETRIES: dict[str, Callable[[Stream, int, int], Lengths]] = {
     "prefill-257+": _prefill_long,
     "speculative": _speculative,
     "mixed": _mixed,
+    "full-tiles": _full_tiles,
     "single": _single,
     "short": _short_keys,
 }
@@ -76,3 +82,21 @@ GEOMETRIES: dict[str, Callable[[Stream, int, int], Lengths]] = {
 def lengths(name: str, *, seed: int, reach: int, page_size: int) -> Lengths:
     """(q_lens, kv_lens) of the geometry called `name`; the longest sequence has about `reach` keys."""
     return GEOMETRIES[name](Stream(seed, f"geometry/{name}"), reach, page_size)
+
+
+def geometry_of(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> str:
+    """The name of the geometry that has these lengths, in any order of the sequences; "" for none of the table."""
+    if set(q_lens) == {1}:
+        name = "single" if len(q_lens) == 1 else f"decode-{len(q_lens)}"
+        return name if name in GEOMETRIES else ""
+    if len(q_lens) == 1:
+        return "prefill-257+" if q_lens[0] > 256 else "prefill" if q_lens == kv_lens else ""
+    return _BY_LENGTHS.get(tuple(sorted(q_lens)), "")
+
+
+_BY_LENGTHS = {
+    (2, 3, 5, 8): "speculative",
+    (0, 0, 1, 1, 1, 2, 17, 33): "mixed",
+    (1, 9, 16, 20): "short",
+    (16, 64, 128): "full-tiles",
+}

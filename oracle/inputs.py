@@ -86,6 +86,13 @@ def _plain(deviation: float, v_size: float = 1.0) -> Callable[[Draw], QKV]:
     return fill
 
 
+def _large_logits(draw: Draw) -> QKV:
+    """k of a size that e4m3 holds without a scale; q has the rest."""
+    a = draw.size(3e4)
+    of_k = min(a, 90.0)
+    return draw.q() * (a * a / of_k), draw.k() * of_k, draw.v()
+
+
 def _outliers(draw: Draw) -> QKV:
     """N(0, 1) + N(0, 100) with probability 1/1000: FlashAttention-3, Table 3."""
 
@@ -282,11 +289,14 @@ class InputClass:
     about: str  # one line: what it is and what it shows
 
 
+SHIFTS = {"shifted-down": -150.0, "shifted-up": 150.0}  # what the logits of a class lie round; sinks lie with them
+
 INPUT_CLASSES: dict[str, InputClass] = {
     "randn": InputClass(_plain(1.0), "N(0, 1): logits of standard deviation 1"),
     "flat": InputClass(_plain(0.05), "logits of standard deviation 0.05: nearly equal weights"),
     "peaked": InputClass(_plain(8.0), "logits of standard deviation 8: a few keys take most"),
     "x10": InputClass(_plain(100.0, 10.0), "q, k and v ten times larger: logits of standard deviation 100"),
+    "logits-3e4": InputClass(_large_logits, "logits of standard deviation 30,000: the largest near what the contract allows"),
     "logits-3e3": InputClass(_plain(3000.0), "logits of standard deviation 3000: one-hot, with large numbers to subtract"),
     "outliers": InputClass(_outliers, "N(0, 1) + N(0, 100) with probability 1/1000: FlashAttention-3, Table 3"),
     "k-channels": InputClass(
@@ -306,8 +316,12 @@ INPUT_CLASSES: dict[str, InputClass] = {
     "first-token": InputClass(
         _first_token, "the first key takes most of the weight and carries almost nothing: an attention sink among the tokens"
     ),
-    "shifted-down": InputClass(_shifted(-150.0), "all logits of a row near -150: exp underflows where it is not shifted"),
-    "shifted-up": InputClass(_shifted(150.0), "all logits of a row near 150: exp overflows where it is not shifted"),
+    "shifted-down": InputClass(
+        _shifted(SHIFTS["shifted-down"]), "all logits of a row near -150: exp underflows where it is not shifted"
+    ),
+    "shifted-up": InputClass(
+        _shifted(SHIFTS["shifted-up"]), "all logits of a row near 150: exp overflows where it is not shifted"
+    ),
     "qk-norm": InputClass(_qk_norm, "q and k RMS-normed with gains: unscaled families get their native, nearly one-hot softmax"),
     "ties": InputClass(_ties, "only eight different keys: the roundings of P are coherent"),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from oracle.captured import load_capture, shipped
 from oracle.cases import Case
 from oracle.errors import InputError
-from oracle.inputs import EXTRA_CLASSES, EXTRAS, INPUT_CLASSES, PROMISED_CLASSES, Draw, Visible
+from oracle.inputs import EXTRA_CLASSES, EXTRAS, INPUT_CLASSES, PROMISED_CLASSES, SHIFTS, Draw, Visible
 from oracle.references.plan import visible
 from oracle.streams import Stream
 
@@ -70,6 +70,9 @@ def material(case: Case) -> Material:
     q_scale, k_scale, v_scale = (_scale(case, stream, seqs, heads) for _ in range(3))
     if case.scales.startswith("kv-"):
         q_scale = None
+    if case.shared_prefix:
+        k, v = _with_prefix(case, k), _with_prefix(case, v)
+        k_scale, v_scale = (_scale_of_prefix(case, scale) for scale in (k_scale, v_scale))
     lengths = torch.tensor(case.kv_lens, dtype=torch.int64)
     rows = torch.tensor(case.q_lens, dtype=torch.int64)
     cache = TORCH_DTYPES[case.cache_dtype or case.dtype]
@@ -112,11 +115,27 @@ def _captured(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return capture.q[end - case.q_lens[0] : end], capture.k[:end], capture.v[:end], capture.sinks
 
 
+def _with_prefix(case: Case, x: Tensor) -> Tensor:
+    """`x` (total_k, heads, dim) where the keys that a sequence shares are those of sequence 0."""
+    whole = x.clone()
+    for start, count in zip(offsets(case.kv_lens).tolist(), case.shared, strict=False):
+        whole[start : start + count] = x[:count]
+    return whole
+
+
+def _scale_of_prefix(case: Case, scale: Tensor | float | None) -> Tensor | float | None:
+    """`scale` where a sequence that shares keys has the scales of sequence 0: a page has one meaning for all who read it."""
+    if not isinstance(scale, Tensor) or scale.dim() < 2:
+        return scale
+    return torch.where(torch.tensor(case.shared)[:, None] > 0, scale[:1], scale)
+
+
 def _sinks(case: Case) -> Tensor | None:
     """Sink logits: about one key's worth, more than all keys together, or below every logit."""
     if case.sinks == "none":
         return None
     centre = {"small": 0.0, "dominant": 12.0, "below": -60.0}[case.sinks]
+    centre += SHIFTS.get(case.inputs, 0.0)
     return centre + Stream(case.seed, "sinks").normal(case.family.q_heads)
 
 

@@ -93,6 +93,7 @@ class Measured:
     not_finite: int  # elements not finite where the exact answer is
     worst: Worst
     worst_det: float  # largest error in units of the worst-case bound
+    worst_own: float  # the same in units of B, the output's own rounding taken off both
     worst_lse: Worst | None  # None where the kernel gives no LSE
     worst_lse_after: float  # the same under a row sum over rounded P
     fits_after: bool  # short rows agree with a row sum over rounded P, to within the tight limit
@@ -144,12 +145,15 @@ def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measur
     live = (~x.empty)[:, None, None].expand_as(want)
     finite = torch.isfinite(got)
     err = torch.where(finite, got - want, math.inf)
-    e = torch.where(live, err.abs() / limits.b, 0.0)
+    b = _refined(truth, call, got, limits.b)
+    e = torch.where(live, err.abs() / b, 0.0)
     e = torch.where(torch.isnan(e), torch.where(err == 0, 0.0, math.inf), e)  # 0/0: a bound of 0 demands exactness
     e = torch.where(finite, e, math.inf)  # in rows without keys too
-    e = _refined(truth, call, got, e)
     e_det = torch.where(live, err.abs() / limits.b_det, 0.0)
     e_det = torch.where(torch.isnan(e_det), torch.where(err == 0, 0.0, math.inf), e_det)
+    rounding = truth.roundoff.u_out * got.abs()  # what the last step alone may have moved it by
+    room = b - (1 + 2 * truth.roundoff.u_out) * truth.roundoff.u_out * want.abs()
+    own = torch.where(live & (room > 0), (err.abs() - rounding).clamp(min=0.0) / room, 0.0)
     worst_lse, after, fits_after, lse_wrong = _lse(truth, lse)
     empty = x.empty
     empty_wrong = int((~(got[empty] == 0)).flatten(1).any(1).sum()) + lse_wrong if bool(empty.any()) else 0
@@ -163,8 +167,9 @@ def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measur
     return Measured(
         elements=want.numel(),
         not_finite=int((~finite).sum()),
-        worst=_worst(truth, e, got, want, limits.b),
+        worst=_worst(truth, e, got, want, b),
         worst_det=float(e_det.max()) if e_det.numel() else 0.0,
+        worst_own=float(own.max()) if own.numel() else 0.0,
         worst_lse=worst_lse,
         worst_lse_after=after,
         fits_after=fits_after,
@@ -196,22 +201,22 @@ def _worst(truth: Truth, units: Tensor, got: Tensor, want: Tensor, limit: Tensor
     )
 
 
-def _refined(truth: Truth, call: Call, got: Tensor, e: Tensor) -> Tensor:
-    """e with V2g summed over all ties in the rows that need it: the quick form misses ties of values (numerics.md 2.6).
+def _refined(truth: Truth, call: Call, got: Tensor, b: Tensor) -> Tensor:
+    """`b` with V2g summed over all ties in the rows that need it: the quick form misses ties of values (numerics.md 2.6).
 
     Rows that B_det already condemns, and rows far inside the bound, keep what they have.
     """
-    per_row = e.amax((1, 2))
-    rescuable = ((got - truth.exact.out).abs() <= truth.bound.b_det).all(-1).all(-1)
+    err = (got - truth.exact.out).abs()
+    per_row = torch.where((err == 0) | truth.exact.empty[:, None, None], 0.0, err / b).amax((1, 2))
+    rescuable = (err <= truth.bound.b_det).all(-1).all(-1)
     doubtful = ((per_row > REFINE_ABOVE) & rescuable).nonzero().flatten()
     doubtful = doubtful[torch.argsort(per_row[doubtful], descending=True)][:REFINE_ROWS]
     if not len(doubtful):
-        return e
+        return b
     r = truth.roundoff
     exact = _attend(call, truth.rows[doubtful.cpu()], r, every_tie=True)
-    limits = bound(exact, r, softcap=truth.softcap, head_dim=truth.head_dim).b
-    refined = e.clone()
-    refined[doubtful] = torch.minimum(e[doubtful], (got[doubtful] - exact.out).abs() / limits)
+    refined = b.clone()
+    refined[doubtful] = torch.maximum(b[doubtful], bound(exact, r, softcap=truth.softcap, head_dim=truth.head_dim).b)
     return refined
 
 

@@ -5,6 +5,7 @@ A fault that slips through names the value or the pair that is missing: add it t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -13,7 +14,7 @@ from covertable import make
 
 from oracle.cases import LAYOUTS, SCALES, SINKS, Case, case_seed
 from oracle.families import Family
-from oracle.geometry import GEOMETRIES, lengths
+from oracle.geometry import GEOMETRIES, geometry_of, lengths
 from oracle.scope import Scope
 
 MASKS: dict[str, tuple[bool, tuple[int, int]]] = {  # causal, window
@@ -48,18 +49,23 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_heads": (1, 2, 3, 4, 8),
     "page_size": (1, 8, 16, 32, 64, 128, 256),
     "mask": tuple(MASKS),
-    "softcap": (0.0, 30.0),
+    "softcap": (0.0, 30.0, 0.75),
     "sinks": SINKS,
     "scales": SCALES,
     "scale": ("1/sqrt(d)", "1", "0.07"),
     "geometry": tuple(GEOMETRIES),
-    "layout": LAYOUTS,
+    "layout": tuple(name for name in LAYOUTS if name != "many-pages"),  # dear, and "far-pages" has ids as high
     "padded_seqs": (0, 3),
     "give_out": (True, False),
+}
+PLACEMENT: dict[str, tuple[Any, ...]] = {  # further factors, of what lies where: rows of q past the plan, shared pages
+    "tail_rows": (3, 0, 1, 70),
+    "shared_prefix": (0, "some"),
 }
 EXTENTS: dict[str, tuple[int, int]] = {  # geometry -> (query rows, sequences), for keeping a case's cost in bounds
     "decode-20": (20, 20),
     "decode-70": (70, 70),
+    "full-tiles": (208, 3),
     "prefill": (128, 1),
     "prefill-257+": (288, 1),
     "speculative": (18, 4),
@@ -67,6 +73,7 @@ EXTENTS: dict[str, tuple[int, int]] = {  # geometry -> (query rows, sequences), 
     "single": (1, 1),
     "short": (46, 4),
 }
+BLUNT = ("constant-v", "ones-v", "probe-v")  # input classes that do not show one lane or row in the place of another
 MOST_WORK = 1.2e9  # query-key pairs times heads times dims of one case
 MOST_POOL = 1.2e7  # elements of one case's page pool
 
@@ -85,14 +92,15 @@ def declared(scope: Scope, family: Family | None, seed: int) -> tuple[dict[str, 
         }
         if not family.sinks:
             fixed["sinks"] = "none"
-    plain = {name: values[0] for name, values in FACTORS.items()}
+    table = FACTORS | PLACEMENT
+    plain = {name: values[0] for name, values in table.items()}
     plain |= {"sinks": "none", "scales": "none", "page_size": scope.record.page_sizes[0], "dtype": scope.record.dtypes[0]}
     plain["dims"] = next((d for d in FACTORS["dims"] if d in scope.dims), scope.dims[0])
     plain["group"] = scope.record.groups[0] if scope.record.groups else 1
     factors: dict[str, list[Any]] = {}
     skipped = []
     inputs = next(iter(scope.input_classes), "randn")
-    for name, values in FACTORS.items():
+    for name, values in table.items():
         if name in fixed:
             factors[name] = [fixed[name]]
             continue
@@ -117,10 +125,21 @@ def grid(factors: dict[str, list[Any]], seed: int, draw: int, family: Family | N
     """The covering array: every pair of values of two factors stands in some case."""
     rows = covering_rows(factors, salt=f"{seed}/{draw}", whole=family is not None)
     prefix = f"{family.name}/" if family else ""
+    turns = [classes[(i + draw * 7) % len(classes)] for i in range(len(rows))]
     return [
-        _case(row, f"{prefix}pair-{draw}{i:03d}", seed, family, classes[(i + draw * 7) % len(classes)])
-        for i, row in enumerate(rows)
+        _case(row, f"{prefix}pair-{draw}{i:03d}", seed, family, inputs)
+        for i, (row, inputs) in enumerate(zip(rows, _sharpest_where_alone(rows, turns), strict=True))
     ]
+
+
+def _sharpest_where_alone(rows: list[dict[str, Any]], turns: list[str]) -> list[str]:
+    """The input classes `turns`, one a row, in an order that gives those of BLUNT to rows whose pairs stand elsewhere too."""
+    times = Counter(pair for row in rows for pair in _value_pairs(row))
+    alone = [sum(times[pair] == 1 for pair in _value_pairs(row)) for row in rows]
+    blunt = [inputs for inputs in turns if inputs in BLUNT]
+    sharp = [inputs for inputs in turns if inputs not in BLUNT]
+    spared = sorted(range(len(rows)), key=alone.__getitem__)[: len(blunt)]
+    return [blunt.pop() if i in spared else sharp.pop() for i in range(len(rows))]
 
 
 def covering_rows(factors: dict[str, list[Any]], *, salt: str, whole: bool = False) -> list[dict[str, Any]]:
@@ -162,7 +181,7 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
     "kv_heads": lambda n: n,
     "dims": sum,
     "mask": lambda name: MASKS[name][1][0],
-    "page_size": lambda n: n,
+    "page_size": lambda n: abs(n - 16),  # pages of one key are no cheaper, and dear where each takes a page of memory
     "layout": lambda name: name == "layers-in-page",
 }
 
@@ -176,8 +195,10 @@ def _affordable(row: dict[str, Any]) -> bool:
     reach = max(200, MASKS[row["mask"]][1][0] + 70)
     (d, dv), kv_heads = row["dims"], row["kv_heads"]
     slots = 2 * sequences * max(row["page_size"], reach // 2 if sequences > 1 else reach)
-    layers = 3 if row["layout"] == "layers-in-page" else 1
+    layers = 3 if row["layout"] in ("layers-in-page", "far-pages") else 1
     pool = slots * kv_heads * 2 * max(d, dv) * layers
+    if row["layout"] == "far-pages":  # each page lies in a page of memory of its own, 2,048 elements at least
+        pool = max(pool, slots // row["page_size"] * 2048)
     return bool(rows * reach * row["group"] * kv_heads * (d + dv) <= MOST_WORK and pool <= MOST_POOL)
 
 
@@ -214,7 +235,38 @@ def _case(row: dict[str, Any], name: str, seed: int, family: Family | None, inpu
         inputs=inputs,
         scales=row["scales"],
         sinks=row["sinks"],
+        shared_prefix=_prefix(row["page_size"]) if row["shared_prefix"] == "some" else 0,
         padded_seqs=row["padded_seqs"],
+        tail_rows=row["tail_rows"],
         give_out=row["give_out"],
         seed=seed,
     )
+
+
+def _prefix(page_size: int) -> int:
+    """About 48 shared keys: whole pages and one key more."""
+    return page_size * max(1, 48 // page_size) + 1
+
+
+def factor_values(case: Case) -> dict[str, Any]:
+    """The value of every factor that `case` has; one that is not in the table where the case was not made from it."""
+    f = case.family
+    masks = {mask: name for name, mask in MASKS.items()}
+    return {
+        "dtype": f"{case.dtype}/{case.cache_dtype}" if case.cache_dtype else case.dtype,
+        "dims": (f.head_dim, f.head_dim_v),
+        "group": f.group,
+        "kv_heads": f.kv_heads,
+        "page_size": case.page_size,
+        "mask": masks.get((f.causal, f.window), f"causal {f.causal}, window {f.window}"),
+        "softcap": f.softcap,
+        "sinks": case.sinks,
+        "scales": case.scales,
+        "scale": "1/sqrt(d)" if f.scale == f.head_dim**-0.5 else f"{f.scale:g}",
+        "geometry": geometry_of(case.q_lens, case.kv_lens),
+        "layout": case.layout,
+        "padded_seqs": case.padded_seqs,
+        "give_out": case.give_out,
+        "tail_rows": case.tail_rows,
+        "shared_prefix": "some" if case.shared_prefix else 0,
+    }

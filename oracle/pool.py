@@ -5,22 +5,30 @@ One case can be laid out in many ways that must give the same bits: other page i
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oracle.cases import Case
 from oracle.contract import Call
+from oracle.isolation.sparse import sparse_zeros
 from oracle.material import TORCH_DTYPES, Material
 from oracle.streams import Stream
 
 GUARD_ROWS = 2  # canary rows before and after `out`
-CANARY = 0x5A  # bf16 1.5e16, fp16 203: finite, nothing an attention kernel writes by chance
 GARBAGE_IDS = (-1, 2**31 - 1, -(2**31), 10**7, -(10**7))
-LAYERS = 3  # layers that share a page in the layout "layers-in-page"; the middle one is judged
+LAYERS = 3  # layers that share a page in the layout "layers-in-page", at least in "far-pages"; the middle one is judged
+SPARSE = ("many-pages", "far-pages")  # layouts whose pools have memory only for live pages and those beside them
+MANY = 70_000  # pages in the layout "many-pages": ids beyond 2^16
+MOST_ELEMENTS = 2**30  # of a pool in the layout "many-pages"
+FAR = 2**31  # elements of the pool in the layout "far-pages" beyond which half the live pages lie
+FIRST_FAR = 66_000  # page id that this falls on at most: where pages are small, ids beyond 2^16 are live too
+BESIDE = 512  # live pages at most whose neighbours are hostile in a sparse pool; the others have holes beside them
 
 
 class Fill(StrEnum):
@@ -54,7 +62,7 @@ class Laid:
         """Bytes past the plan that were written, of the storage (uint8) that came back for `out`."""
         if self.live_out is None:
             return 0
-        return int(((storage != CANARY) & ~self.live_out).sum())
+        return int(((storage != canary(storage.numel())) & ~self.live_out).sum())
 
 
 def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_padding: bool = False) -> Laid:
@@ -66,17 +74,20 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     batch = len(case.q_lens)
     size = case.page_size
     pages = [-(-n // size) for n in case.kv_lens]
-    needed = sum(pages)
-    pool = 2 * needed + 3 + salt  # so that a single page, always the last one, moves too
-    ids = torch.cat([stream.permutation(pool - 1)[: max(0, needed - 1)], torch.tensor([pool - 1])])[:needed]
-    ids = ids[stream.permutation(needed)] if needed else ids
-    table = _garbage_table(stream, batch + case.padded_seqs, max([*pages, 1]) + 2, pool)
-    start = 0
-    for row, count in enumerate(pages):
-        table[row, :count] = ids[start : start + count].int()
-        start += count
+    common = [n // size for n in case.shared]
+    shape = _pool_shape(case, sum(pages) - sum(common), salt)
+    own = _page_ids(stream, shape, sum(pages) - sum(common))
+    rows: list[Tensor] = []
+    for count, of_first in zip(pages, common, strict=True):
+        rows.append(torch.cat([rows[0][:of_first], own[: count - of_first]]) if rows else own[:count])
+        own = own[count - of_first :]
+    ids = torch.cat(rows) if rows else own
+    filled = _filled_pages(case, shape, ids)
+    table = _garbage_table(case, stream, batch + case.padded_seqs, max([*pages, 1]) + 2, filled)
+    for row, page_ids in enumerate(rows):
+        table[row, : len(page_ids)] = page_ids.int()
 
-    k_cache, v_cache = _caches(case, pool, material, fill, stream)
+    k_cache, v_cache = _caches(case, shape, material, fill, ids, filled)
     page_of, slot_of = _places(case, ids, pages)
     _put(k_cache, page_of, slot_of, material.k)
     _put(v_cache, page_of, slot_of, material.v)
@@ -86,25 +97,26 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     past_q, past_k = _past_the_batch(case, fill)
     plan_q = torch.cat([material.cu_q, past_q])
     plan_k = torch.cat([torch.tensor(case.kv_lens, dtype=torch.int64), past_k])
-    q_scale, k_scale, v_scale = (
+    scales = [
         _with_hostile_rows(scale, case.padded_seqs, fill) for scale in (material.q_scale, material.k_scale, material.v_scale)
-    )
+    ]
+    cut = _end_of_longer if case.layout == "strided" else _as_it_is
     f = case.family
     call = Call(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
-        cu_seqlens_q=plan_q.int(),
-        seqused_k=plan_k.int(),
+        cu_seqlens_q=cut(plan_q.int()),
+        seqused_k=cut(plan_k.int()),
         page_table=table,
         softmax_scale=f.scale,
         causal=f.causal,
         window_size=f.window,
         softcap=f.softcap,
-        sinks=material.sinks,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        sinks=cut(material.sinks),
+        q_scale=cut(scales[0]),
+        k_scale=cut(scales[1]),
+        v_scale=cut(scales[2]),
         num_seqs=batch if case.padded_seqs else None,
         out=out,
         extras=material.extras,
@@ -112,14 +124,75 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     return Laid(call=call, fill=fill, live_out=live_out)
 
 
+def canary(nbytes: int) -> Tensor:
+    """What a storage of `nbytes` for `out` holds before the call, (nbytes,) uint8.
+
+    Other bytes at every place; as bf16, fp16 or fp32 finite numbers beyond 100, which no attention kernel writes by chance.
+    """
+    pattern = _canary_pattern()
+    return pattern.repeat(-(-nbytes // len(pattern)))[:nbytes].clone()  # a storage of its own, of that size
+
+
+@functools.cache
+def _canary_pattern() -> Tensor:
+    """Two-byte words, a prime number of them: an odd byte, below one of the 32 that give large numbers in every format."""
+    drawn = Stream(0, "canary").integers(0, 128 * 32, 16_381)
+    return (((0x5A + drawn // 128) << 8) + 2 * (drawn % 128) + 1).to(torch.int16).view(torch.uint8)
+
+
 def is_canary(out: Tensor) -> Tensor:
-    """Which elements of `out` hold what it held before the call; bool of the same shape."""
-    return (out.contiguous().view(torch.uint8).view(*out.shape, out.dtype.itemsize) == CANARY).all(-1)
+    """Which elements of `out`, a view of the storage that came back for it, hold what they held before the call; bool."""
+    bits = {2: torch.int16, 4: torch.int32}[out.dtype.itemsize]
+    before = canary(out.untyped_storage().nbytes()).view(bits)
+    return out.view(bits) == before.as_strided(out.shape, out.stride(), out.storage_offset())
 
 
 def without_fill(laid: Laid) -> Call:
     """The call as the reference reads it; it never looks past the plan."""
     return replace(laid.call, out=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolShape:
+    """How large a page pool is."""
+
+    pages: int
+    layers: int = 1  # that share a page
+    high: int = 0  # first of the page ids that half the live pages are given; 0 = no page is given preference
+
+
+def _pool_shape(case: Case, needed: int, salt: int) -> _PoolShape:
+    """More than twice the `needed` pages, and another number for each salt, so that a single page, always the last one, moves."""
+    least = 2 * needed + 3
+    if case.layout not in SPARSE:
+        return _PoolShape(least + salt, LAYERS if case.layout == "layers-in-page" else 1)
+    page = 2 * case.page_size * case.family.kv_heads * max(case.family.head_dim, case.family.head_dim_v)
+    if case.layout == "many-pages":
+        pages = max(least, min(MANY, MOST_ELEMENTS // page)) + salt
+        return _PoolShape(pages, high=pages - max(needed, pages // 16))
+    layers = max(LAYERS, -(-FAR // (FIRST_FAR * page)))
+    high = -(-FAR // (layers * page))
+    return _PoolShape(high + max(least, high // 12) + salt, layers, high)
+
+
+def _page_ids(stream: Stream, shape: _PoolShape, needed: int) -> Tensor:
+    """`needed` different page ids in no order, the last one among them; half of them high where the shape says so."""
+    upper = stream.permutation(shape.pages - 1 - shape.high) + shape.high
+    if shape.high:
+        upper = upper[: max(needed // 2, needed - 1 - shape.high)]
+        upper = torch.cat([upper, stream.permutation(shape.high)])
+    ids = torch.cat([upper[: max(0, needed - 1)], torch.tensor([shape.pages - 1])])[:needed]
+    return ids[stream.permutation(needed)] if needed else ids
+
+
+def _filled_pages(case: Case, shape: _PoolShape, ids: Tensor) -> Tensor:
+    """The pages that hold something: all, or in a sparse pool the live ones `ids` and their neighbours; ascending."""
+    if case.layout not in SPARSE:
+        return torch.arange(shape.pages)
+    beside = ids[:: max(1, -(-len(ids) // BESIDE))]
+    around = torch.cat([ids, beside - 1, beside + 1, torch.tensor([shape.pages - 1])])
+    found: Tensor = torch.unique(around.clamp(0, shape.pages - 1))
+    return found
 
 
 def _places(case: Case, ids: Tensor, pages: list[int]) -> tuple[Tensor, Tensor]:
@@ -132,8 +205,13 @@ def _places(case: Case, ids: Tensor, pages: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _put(cache: Tensor, page: Tensor, slot: Tensor, values: Tensor) -> None:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]  # not every format can be indexed
+    bits = _bits(cache)
     cache.view(bits)[page, slot] = values.view(bits)
+
+
+def _bits(x: Tensor) -> torch.dtype:
+    """An integer format of the size of x's: not every format can be indexed."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
 
 
 def _past_the_batch(case: Case, fill: Fill) -> tuple[Tensor, Tensor]:
@@ -152,12 +230,29 @@ def _with_hostile_rows(scale: Tensor | float | None, count: int, fill: Fill) -> 
     return torch.cat([scale, _hostile((count, scale.shape[1]), scale.dtype, fill, scale)])
 
 
-def _garbage_table(stream: Stream, rows: int, columns: int, pool: int) -> Tensor:
-    """A page table of hostile entries: ids out of range, and ids of pages that belong to other sequences."""
-    kinds = stream.integers(0, len(GARBAGE_IDS) + 2, rows * columns)
+def _as_it_is(x: Tensor | float | None) -> Any:
+    return x
+
+
+def _end_of_longer(x: Tensor | float | None) -> Any:
+    """`x` as the last part of a longer array, hostile before it, whose size is a multiple of 16 bytes."""
+    if not isinstance(x, Tensor):
+        return x
+    before = torch.full((4 + -x.numel() % 4,), torch.nan if x.is_floating_point() else 2**31 - 1, dtype=x.dtype)
+    return torch.cat([before, x.flatten()])[len(before) :].view(x.shape)
+
+
+def _garbage_table(case: Case, stream: Stream, rows: int, columns: int, pages: Tensor) -> Tensor:
+    """A page table of hostile entries: ids out of range, and `pages`, which belong to other sequences or to no one.
+
+    It has at least `columns` columns, and a multiple of 16 bytes; where the layout is strided, it is cut from a wider one.
+    """
+    extra = 4 if case.layout == "strided" else 0
+    wide = -(-columns // 4) * 4 + extra
+    kinds = stream.integers(0, len(GARBAGE_IDS) + 2, rows * wide)
     hostile = torch.tensor([*GARBAGE_IDS, 0, 0])[kinds]
-    plausible = stream.integers(0, pool, rows * columns)
-    return torch.where(kinds >= len(GARBAGE_IDS), plausible, hostile).int().reshape(rows, columns)
+    plausible = pages[stream.integers(0, len(pages), rows * wide)]
+    return torch.where(kinds >= len(GARBAGE_IDS), plausible, hostile).int().reshape(rows, wide)[:, extra:]
 
 
 def _hostile(shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, stale: Tensor) -> Tensor:
@@ -179,9 +274,9 @@ def _hostile(shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, stale: Tens
     return torch.full(shape, value, dtype=torch.float32).to(dtype) if eight_bit else torch.full(shape, value, dtype=dtype)
 
 
-def _caches(case: Case, pool: int, material: Material, fill: Fill, stream: Stream) -> tuple[Tensor, Tensor]:
-    """k_cache (pool, page_size, kv_heads, head_dim) and v_cache, all hostile, in the case's memory layout."""
-    f, size = case.family, case.page_size
+def _caches(case: Case, shape: _PoolShape, material: Material, fill: Fill, ids: Tensor, filled: Tensor) -> tuple[Tensor, Tensor]:
+    """k_cache (pages, page_size, kv_heads, head_dim) and v_cache, hostile in the pages `filled`, in the case's memory layout."""
+    f, size, pool = case.family, case.page_size, shape.pages
     dtype = material.k.dtype
 
     def hostile(*shape: int, like: Tensor = material.k) -> Tensor:
@@ -196,31 +291,55 @@ def _caches(case: Case, pool: int, material: Material, fill: Fill, stream: Strea
         k = hostile(pool, size, f.kv_heads, f.head_dim + 8)[..., : f.head_dim]
         return k, hostile(pool, f.kv_heads, size, f.head_dim_v, like=material.v).transpose(1, 2)
     wide = max(f.head_dim, f.head_dim_v)
-    layers = LAYERS if case.layout == "layers-in-page" else 1
-    pages = hostile(pool, layers, 2, size, f.kv_heads, wide)[:, layers // 2]
-    return pages[:, 0, ..., : f.head_dim], pages[:, 1, ..., : f.head_dim_v]
+    judged = shape.layers // 2
+    if case.layout in SPARSE:
+        numel = pool * shape.layers * 2 * size * f.kv_heads * wide
+        pages = sparse_zeros(numel * dtype.itemsize).view(dtype).view(pool, shape.layers, 2, size, f.kv_heads, wide)
+        _fill(pages, filled, judged, hostile(len(filled), 2, size, f.kv_heads, wide))
+        for beside in range(max(0, judged - 1), min(shape.layers, judged + 2)):
+            if beside != judged:
+                _fill(pages, ids, beside, hostile(len(ids), 2, size, f.kv_heads, wide))
+    else:
+        pages = hostile(pool, shape.layers, 2, size, f.kv_heads, wide)
+    return pages[:, judged, 0, ..., : f.head_dim], pages[:, judged, 1, ..., : f.head_dim_v]
+
+
+def _fill(pages: Tensor, ids: Tensor, layer: int, values: Tensor) -> None:
+    bits = _bits(pages)
+    pages.view(bits)[ids, layer] = values.view(bits)
 
 
 def _queries(case: Case, q: Tensor, fill: Fill) -> Tensor:
-    """q (total_q + tail_rows, q_heads, head_dim), hostile past the plan; a slice of wider rows where the layout is strided."""
+    """q (total_q + tail_rows, q_heads, head_dim), hostile past the plan.
+
+    A slice of wider rows where the layout is strided, heads outermost where it is hnd.
+    """
     rows, heads, dim = q.shape
     extra = 2 if case.layout == "strided" else 0
-    whole = _hostile((rows + case.tail_rows, heads + extra, dim), q.dtype, fill, q)
+    shape = (heads + extra, rows + case.tail_rows, dim)
+    if case.layout == "hnd":
+        whole = _hostile(shape, q.dtype, fill, q).transpose(0, 1)
+    else:
+        whole = _hostile((shape[1], shape[0], dim), q.dtype, fill, q)
     view = whole[:, extra // 2 : extra // 2 + heads]
     view[:rows] = q
     return view
 
 
 def _output(case: Case, writes_padding: bool) -> tuple[Tensor, Tensor]:
-    """`out` inside a storage of canaries, and which of the storage's bytes the kernel may write."""
+    """`out` inside a storage of canaries, laid out as q is, and which of the storage's bytes the kernel may write."""
     f = case.family
     dtype = TORCH_DTYPES[case.dtype]
     gap = 8 if case.layout == "strided" else 0
     rows = case.total_q + case.tail_rows
-    shape = (rows + 2 * GUARD_ROWS, f.q_heads, f.head_dim_v + gap)
-    storage = torch.full((*shape, dtype.itemsize), CANARY, dtype=torch.uint8)
-    live = torch.zeros_like(storage, dtype=torch.bool)
+    outer = (f.q_heads, rows + 2 * GUARD_ROWS) if case.layout == "hnd" else (rows + 2 * GUARD_ROWS, f.q_heads)
+    shape = (*outer, f.head_dim_v + gap)
+    storage = canary(math.prod(shape) * dtype.itemsize)
+    live = torch.zeros(*shape, dtype.itemsize, dtype=torch.bool)
+    out = storage.view(dtype).view(shape)
+    by_row = live
+    if case.layout == "hnd":
+        out, by_row = out.transpose(0, 1), live.transpose(0, 1)
     writable = rows if writes_padding else case.total_q
-    live[GUARD_ROWS : GUARD_ROWS + writable, :, : f.head_dim_v] = True
-    out = storage.view(dtype).squeeze(-1)[GUARD_ROWS : GUARD_ROWS + rows, :, : f.head_dim_v]
-    return out, live.flatten()
+    by_row[GUARD_ROWS : GUARD_ROWS + writable, :, : f.head_dim_v] = True
+    return out[GUARD_ROWS : GUARD_ROWS + rows, :, : f.head_dim_v], live.flatten()

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oracle.exam_text import Sheet
 from oracle.families import Family
 from oracle.kernels.table import KernelRow
 from oracle.verdict import Coverage, Finding, Outcome, Ratio, Verdict
@@ -102,7 +103,8 @@ def _figures(verdict: Verdict) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     lse = "not given" if f.max_e_lse is None else f"{f.max_e_lse:.3g}"
-    table.add_row("error", f"max e {f.max_e:.3g} (limit 1), max e_det {f.max_e_det:.3g}, max e_lse {lse}, RMS e {f.rms_e:.4f}")
+    largest = f"max e {f.max_e:.3g} (limit 1; {f.max_e_own:.3g} beside the output's rounding), max e_det {f.max_e_det:.3g}"
+    table.add_row("error", f"{largest}, max e_lse {lse}, RMS e {f.rms_e:.4f}")
     table.add_row("absolute", f"mean {f.mean_abs:.3g}, max {f.max_abs:.3g}; row sum taken {f.row_sum} rounding P")
     if verdict.ratios:
         table.add_row("against", _ratio(verdict.ratios[0], verdict.incumbent))
@@ -147,6 +149,19 @@ def coverage_table(c: Coverage) -> Table:
     return table
 
 
+def pairs_table(counts: Mapping[tuple[str, str], int]) -> Table:
+    """Options by options: cases that had both, zeros included; the diagonal counts one.  Columns have the numbers of the rows."""
+    names = [one for one, other in counts if one == other]
+    table = Table(title="examples with both options", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("option")
+    for number in range(1, len(names) + 1):
+        table.add_column(str(number), justify="right")
+    for i, name in enumerate(names):
+        below = [counts[other, name] for other in names[: i + 1]]
+        table.add_row(f"{i + 1} {name}", *(Text(str(count), style="" if count else "bold yellow") for count in below))
+    return table
+
+
 def gate_table(rows: Sequence[tuple[str, KernelRow, Verdict | None, str]]) -> Table:
     """One line a kernel: expected, got, and what is not as expected (or why it was not run)."""
     table = Table(box=None)
@@ -183,6 +198,16 @@ def families_table(families: Iterable[Family]) -> Table:
         mask = ("causal" if f.causal else "full") + (f", window {f.window}" if f.window != (-1, -1) else "")
         options = ", ".join([f"softcap {f.softcap:g}"] * (f.softcap > 0) + ["sinks"] * f.sinks)
         table.add_row(f.name, f"{f.q_heads}:{f.kv_heads}", dims, f"{f.scale:.4g}", mask, options, f.source)
+    return table
+
+
+def sheet_table(sheet: Sheet) -> Table:
+    """A table of the exam."""
+    table = Table(title=sheet.title, title_justify="left", box=None)
+    for column in sheet.columns:
+        table.add_column(column, overflow="fold")
+    for row in sheet.rows:
+        table.add_row(*(cell.replace("`", "") for cell in row))
     return table
 
 

@@ -20,7 +20,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oracle.case_strategies import cases, one_first
 from oracle.contract import Call
+
+__all__ = ["OPTIONS", "Bits", "batches", "calls", "cases", "page_tables"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 OPTIONS = ("causal", "window_size", "softcap", "sinks", "q_scale", "k_scale", "v_scale", "num_seqs")  # that a call may set
@@ -57,14 +60,9 @@ class Bits:
         return np.argsort(self.source.random_raw(n), kind="stable").astype(np.int64)
 
 
-def _one_first(high: int) -> st.SearchStrategy[int]:
-    """0..high, shrinking towards 1: an empty sequence is a stranger example than one token."""
-    return st.integers(0, high).map(lambda n: 1 - n if n < 2 else n)
-
-
 def batches(*, max_seqs: int = 4, max_q: int = 6, max_kv: int = 40) -> st.SearchStrategy[Lengths]:
     """Lengths (q_len, kv_len) of one to `max_seqs` sequences: zeros, decode, prefill, and q_len > kv_len among them."""
-    return st.lists(st.tuples(_one_first(max_q), _one_first(max_kv)), min_size=1, max_size=max_seqs).map(tuple)
+    return st.lists(st.tuples(one_first(max_q), one_first(max_kv)), min_size=1, max_size=max_seqs).map(tuple)
 
 
 @st.composite

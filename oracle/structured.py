@@ -14,12 +14,23 @@ from oracle.scope import Scope
 LONG_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # option -> changes of the family, of the case
     "sinks": ({"sinks": True}, {"sinks": "dominant"}),
     "window": ({"window": (2047, 0)}, {}),
+    "window+sinks+8-bit": (
+        {"window": (127, 0), "sinks": True},
+        {"sinks": "dominant", "cache_dtype": "e4m3", "scales": "kv-per-sequence"},
+    ),
+    "two-sided": ({"causal": False, "window": (127, 64)}, {}),
     "softcap": ({"softcap": 30.0}, {"inputs": "peaked"}),
     "not-causal": ({"causal": False}, {}),
-    "8-bit": ({}, {"cache_dtype": "e4m3", "scales": "kv-per-sequence"}),
+    "8-bit": ({}, {"cache_dtype": "e4m3", "scales": "kv-per-sequence", "inputs": "positive-v"}),
+    "page-256": ({}, {"page_size": 256, "kv_lens": (4_097, 6_200)}),
     "fp16": ({}, {"dtype": "fp16"}),
     "fp32": ({}, {"dtype": "fp32"}),
     "hnd": ({}, {"layout": "hnd"}),
+}
+BATCH_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the same, of large batches
+    "plain": ({}, {}),
+    "window+sinks": ({"window": (20, 0), "sinks": True}, {"sinks": "dominant"}),
+    "8-bit": ({}, {"cache_dtype": "e4m3", "scales": "kv-per-sequence"}),
 }
 CAPTURES = {  # shipped captures: file -> (family, tokens)
     "smollm2-layer00.safetensors": ("smollm2", 640),
@@ -31,7 +42,13 @@ def structured(scope: Scope, seed: int, families: Sequence[str]) -> list[Case]:
     """All structured cases, those that the kernel has not declared among them; with `families`, only theirs."""
     cases = _family_cases(scope, seed, families) + _captured_cases(scope, seed, families)
     if not families:
-        cases += _long_cases(scope, seed) + _long_option_cases(scope, seed) + _promised_cases(scope, seed)
+        cases += (
+            _long_cases(scope, seed)
+            + _long_option_cases(scope, seed)
+            + _batch_cases(scope, seed)
+            + _promised_cases(scope, seed)
+            + _far_cases(scope, seed)
+        )
     return cases
 
 
@@ -97,10 +114,11 @@ def _small_family(scope: Scope) -> Family:
 
 
 def _long_cases(scope: Scope, seed: int) -> list[Case]:
-    """Beyond 4,096 keys and beyond 32,768, where tails of tables and accumulators show."""
+    """Beyond 4,096 keys, 32,768 and 65,536, where tails of tables and accumulators show."""
     shapes = [
-        ("4k", (1, 5, 30), (4_097, 5_003, 4_500), ("randn", "needle", "positive-v", "probe-v", "first-token")),
+        ("4k", (1, 5, 30), (4_096, 5_003, 4_608), ("randn", "needle", "positive-v", "probe-v", "first-token")),
         ("32k", (4, 1), (33_001, 32_769), ("randn", "positive-v", "probe-v")),
+        ("64k", (1,), (65_700,), ("randn",)),
     ]
     cases = []
     for label, q_lens, kv_lens, classes in shapes:
@@ -140,6 +158,51 @@ def _long_option_cases(scope: Scope, seed: int) -> list[Case]:
     widest = replace(cases[0].family, name=f"long-{d}/{dv}", head_dim=d, head_dim_v=dv, scale=d**-0.5, sinks=False)
     name = "long-4k/widest"
     return [*cases, replace(cases[0], name=name, family=widest, sinks="none", seed=case_seed(seed, name))]
+
+
+def _batch_cases(scope: Scope, seed: int) -> list[Case]:
+    """Each of BATCH_OPTIONS in a decode batch of 260, beyond what 128 or 256 threads or programs hold."""
+    cases = []
+    for option, (family, case) in BATCH_OPTIONS.items():
+        name = f"batch-260/{option}"
+        plain = Case(
+            name=name,
+            family=replace(_small_family(scope), **family),
+            dtype=_dtype(scope),
+            q_lens=(1,) * 260,
+            kv_lens=(200, *(1 + i * 37 % 70 for i in range(259))),
+            page_size=_page_size(scope, 16),
+            seed=case_seed(seed, name),
+        )
+        cases.append(replace(plain, **case))
+    return cases
+
+
+def _far_cases(scope: Scope, seed: int) -> list[Case]:
+    """Every format of the kernel in a pool of more than 2^31 elements, with one query a sequence and with more; then ids beyond
+    2^16 in a smaller one."""
+    formats = [(dtype, "") for dtype in scope.record.dtypes] + [(_dtype(scope), cache) for cache in scope.cache_dtypes]
+    shapes = {"decode": ((1, 1, 1), (300, 70, 33)), "prefill": ((9, 20), (300, 150))}
+    cases = []
+    for dtype, cache in formats:
+        for label, (q_lens, kv_lens) in shapes.items():
+            name = f"far-pages/{cache or dtype}/{label}"
+            cases.append(
+                Case(
+                    name=name,
+                    family=_small_family(scope),
+                    dtype=dtype,
+                    cache_dtype=cache,
+                    q_lens=q_lens,
+                    kv_lens=kv_lens,
+                    page_size=_page_size(scope, 16),
+                    layout="far-pages",
+                    scales="kv-per-head" if cache else "none",
+                    seed=case_seed(seed, name),
+                )
+            )
+    name = "many-pages"
+    return [*cases, replace(cases[0], name=name, layout=name, seed=case_seed(seed, name))]
 
 
 def _promised_cases(scope: Scope, seed: int) -> list[Case]:

@@ -79,13 +79,16 @@ def prepare(case: Case, record: Record) -> Prepared:
     return Prepared(case=case, material=made, laid=laid, truth=truth)
 
 
-def prepared_ahead(cases: Iterable[Case], record: Record) -> Iterator[Prepared]:
-    """`prepare` of each case in turn, two cases ahead of the consumer, on one other thread."""
+Prepare = Callable[[Case, Record], Prepared]
+
+
+def prepared_ahead(cases: Iterable[Case], record: Record, make: Prepare = prepare) -> Iterator[Prepared]:
+    """What `make` makes of each case in turn, three cases ahead of the consumer, on two other threads."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         waiting = []
         for case in cases:
-            waiting.append(pool.submit(prepare, case, record))
-            if len(waiting) > 2:
+            waiting.append(pool.submit(make, case, record))
+            if len(waiting) > 3:
                 yield waiting.pop(0).result()
         for future in waiting:
             yield future.result()
@@ -112,22 +115,23 @@ class Trial:
         fp32: Callable[[Call], Tensor] | None = None,
     ) -> None:
         """`incumbent` gives rows of a trusted kernel; `other` is the process of a named incumbent, compared whole."""
-        self._process, self._record, self._quick = process, record, quick
+        self.record = record
+        self._process, self._quick = process, quick
         self._incumbent, self._other, self._fp32 = incumbent, other, fp32
         self._first: list[tuple[Prepared, Returned]] = []
 
     def run(self, prepared: Prepared) -> Seen:
         """Everything that one case shows of the kernel."""
         case, call = prepared.case, prepared.laid.call
-        base = self._call(prepared.laid, case)
+        base = self.call(prepared.laid, case)
         if isinstance(base, Failure):
             return self._nothing(case, base)
         live = case.total_q
-        out, lse = base.out[:live], self._natural(base.lse, live)
+        out, lse = base.out[:live], self.natural(base.lse, live)
         rows = prepared.truth.rows
         measured = measure(prepared.truth, without_fill(prepared.laid), out[rows], None if lse is None else lse[rows])
-        findings = list(self._measured_findings(case, measured)) or _elsewhere(case, out, lse)
-        findings += self._hygiene(case, prepared.laid, base)
+        findings = list(self.measured_findings(case, measured)) or _elsewhere(case, out, lse)
+        findings += self.hygiene(case, prepared.laid, base)
         fills, calls, more = self._again(prepared, base)
         findings += more
         incumbent, same_bits = self._compare(prepared, base)
@@ -156,18 +160,19 @@ class Trial:
         """The first cases once more, after all others: the same bits, or the kernel keeps something between calls."""
         findings = []
         for prepared, before in self._first:
-            after = self._call(prepared.laid, prepared.case)
+            after = self.call(prepared.laid, prepared.case)
             if isinstance(after, Failure):
-                findings.append(_failed(prepared.case, after))
-            elif not self._record.deterministic:
+                findings.append(failed(prepared.case, after))
+            elif not self.record.deterministic:
                 findings += self._measured_again(prepared, prepared.laid, after)
             elif where := _difference(prepared.case, before, after):
                 text = f"called again after all other cases, it gives other bits {where}: it keeps something between calls"
-                findings.append(_finding(Reason.LATER_CALL, prepared.case, text))
+                findings.append(finding(Reason.LATER_CALL, prepared.case, text))
         return findings
 
-    def _call(self, laid: Laid, case: Case) -> Returned | Failure:
-        return self._process.call(laid.call, timeout_s(case, self._record), want_lse=True)
+    def call(self, laid: Laid, case: Case) -> Returned | Failure:
+        """The kernel's answer to a laid-out case, with an LSE where it gives one."""
+        return self._process.call(laid.call, timeout_s(case, self.record), want_lse=True)
 
     def _nothing(self, case: Case, failure: Failure) -> Seen:
         return Seen(
@@ -175,61 +180,63 @@ class Trial:
             candidate=None,
             incumbent=None,
             same_bits=None,
-            findings=(_failed(case, failure),),
+            findings=(failed(case, failure),),
             fills=(),
             calls=1,
             seconds=0.0,
             far_from_fp32=0.0,
         )
 
-    def _natural(self, lse: Tensor | None, live: int) -> Tensor | None:
+    def natural(self, lse: Tensor | None, live: int) -> Tensor | None:
+        """The first `live` rows of an LSE, as a natural logarithm whatever base the record declares."""
         if lse is None:
             return None
-        return lse[:live].double() * 0.6931471805599453 if self._record.lse_base == "2" else lse[:live]
+        return lse[:live].double() * 0.6931471805599453 if self.record.lse_base == "2" else lse[:live]
 
-    def _measured_findings(self, case: Case, m: Measured) -> Iterator[Finding]:
+    def measured_findings(self, case: Case, m: Measured) -> Iterator[Finding]:
+        """What is out of bounds in one measured answer."""
         if m.not_finite:
-            yield _finding(
+            yield finding(
                 Reason.NOT_FINITE,
                 case,
                 f"{m.not_finite} of {m.elements} judged elements are NaN or inf; the first: {_at(case, m.worst)}",
             )
         elif not m.worst.units <= 1.0:
-            yield _finding(Reason.ERROR, case, f"e = {m.worst.units:.3g} at {_at(case, m.worst)}", m.worst.units)
+            yield finding(Reason.ERROR, case, f"e = {m.worst.units:.3g} at {_at(case, m.worst)}", m.worst.units)
         if m.worst_lse is not None and not (m.worst_lse.units <= 1.0 or m.worst_lse_after <= 1.0):
             yield _wrong_lse(case, m.worst_lse)
         if m.empty_rows_wrong:
             text = f"{m.empty_rows_wrong} rows without keys: expected output 0 and LSE -inf (with a sink: the sink)"
-            yield _finding(Reason.EMPTY_ROW, case, text)
+            yield finding(Reason.EMPTY_ROW, case, text)
 
-    def _hygiene(self, case: Case, laid: Laid, returned: Returned) -> list[Finding]:
+    def hygiene(self, case: Case, laid: Laid, returned: Returned) -> list[Finding]:
         """Canaries and inputs after a call."""
         findings = []
         if returned.out_storage is not None and (broken := laid.canaries_broken(returned.out_storage)):
             findings.append(
-                _finding(Reason.CANARY, case, f"{broken} bytes of `out` past the plan were written ({laid.fill} fill)")
+                finding(Reason.CANARY, case, f"{broken} bytes of `out` past the plan were written ({laid.fill} fill)")
             )
         if returned.changed_inputs:
             names = ", ".join(returned.changed_inputs)
-            findings.append(_finding(Reason.INPUT_WRITTEN, case, f"the call changed its inputs: {names}"))
+            findings.append(finding(Reason.INPUT_WRITTEN, case, f"the call changed its inputs: {names}"))
         return findings
 
     def _again(self, prepared: Prepared, base: Returned) -> tuple[tuple[Fill, ...], int, list[Finding]]:
         """The case under every other fill, each with other page ids, then the first call once more: the same bits."""
         case = prepared.case
         fills = [f for f in (QUICK_FILLS if self._quick else Fill) if f is not Fill.STALE]
-        fills = [f for f in fills if f.finite or not self._record.finite_tails]
+        fills = [f for f in fills if f.finite or not self.record.finite_tails]
         findings: list[Finding] = []
         calls = 1
         for salt, fill in [*enumerate(fills, 1), (0, Fill.STALE)]:
-            laid = self._laid(prepared, fill, salt if self._record.page_invariant else 0)
-            result = self._call(laid, case)
+            laid = self._laid(prepared, fill, salt if self.record.page_invariant else 0)
+            result = self.call(laid, case)
             calls += 1
             if isinstance(result, Failure):
-                findings.append(_failed(case, result, f"under a {fill} fill"))
+                findings.append(failed(case, result, f"under a {fill} fill"))
                 break
-            findings += self._hygiene(case, laid, result)
-            if not self._record.deterministic:
+            findings += self.hygiene(case, laid, result)
+            if not self.record.deterministic:
                 findings += self._measured_again(prepared, laid, result)
             elif _difference(case, base, result):
                 findings.append(self._explain(prepared, base, result, fill, salt))
@@ -243,26 +250,27 @@ class Trial:
     def _without_lse(self, prepared: Prepared, base: Returned) -> list[Finding]:
         """The call as it is made where nobody needs the LSE: other code in many kernels, so it is judged by error."""
         case = prepared.case
-        result = self._process.call(prepared.laid.call, timeout_s(case, self._record), want_lse=False)
+        laid = self._laid(prepared, Fill.LARGE if self.record.finite_tails else Fill.NAN, 0)
+        result = self._process.call(laid.call, timeout_s(case, self.record), want_lse=False)
         if isinstance(result, Failure):
-            return [_failed(case, result, "with return_lse=False")]
-        findings = self._hygiene(case, prepared.laid, result)
+            return [failed(case, result, "with return_lse=False")]
+        findings = self.hygiene(case, laid, result)
         if _difference(case, base, result):
-            findings += self._measured_again(prepared, prepared.laid, result)
+            findings += self._measured_again(prepared, laid, result)
         return [replace(f, text=f"{f.text}, with return_lse=False") for f in findings]
 
     def _laid(self, prepared: Prepared, fill: Fill, salt: int) -> Laid:
         if fill is Fill.STALE and salt == 0:
             return prepared.laid
-        padding = self._record.writes_padding
+        padding = self.record.writes_padding
         return lay_out(prepared.case, prepared.material, fill=fill, salt=salt, writes_padding=padding)
 
     def _measured_again(self, prepared: Prepared, laid: Laid, result: Returned) -> list[Finding]:
         """For a kernel of varying bits, what lies past the plan shows as an error instead of as other bits."""
         rows = prepared.truth.rows
-        lse = self._natural(result.lse, prepared.case.total_q)
+        lse = self.natural(result.lse, prepared.case.total_q)
         m = measure(prepared.truth, without_fill(laid), result.out[rows], None if lse is None else lse[rows])
-        return list(self._measured_findings(prepared.case, m))
+        return list(self.measured_findings(prepared.case, m))
 
     def _explain(self, prepared: Prepared, base: Returned, other: Returned, fill: Fill, salt: int) -> Finding:
         """Which of the three things that changed between two calls moved the bits: nothing, the fill or the page ids."""
@@ -275,23 +283,23 @@ class Trial:
         )
         for reason, one_fill, one_salt, text in steps:
             laid = self._laid(prepared, one_fill, one_salt)
-            again = self._call(laid, case)
+            again = self.call(laid, case)
             if isinstance(again, Failure):
-                return _failed(case, again, f"under a {one_fill} fill")
+                return failed(case, again, f"under a {one_fill} fill")
             if difference := _difference(case, base, again):
-                once_more = self._call(laid, case)  # a flake would be taken for whatever was changed when it struck
+                once_more = self.call(laid, case)  # a flake would be taken for whatever was changed when it struck
                 if isinstance(once_more, Returned) and _difference(case, again, once_more):
-                    return _finding(Reason.NONDETERMINISTIC, case, f"the same call sometimes gives other bits {difference}")
-                return _finding(reason, case, f"{text} {difference}")
+                    return finding(Reason.NONDETERMINISTIC, case, f"the same call sometimes gives other bits {difference}")
+                return finding(reason, case, f"{text} {difference}")
         if fill is Fill.STALE:
-            return _finding(Reason.NONDETERMINISTIC, case, f"the same call once gave other bits {where}")
-        return _finding(Reason.LEAK, case, f"a {fill} fill with other page ids changes the result {where}; neither alone does")
+            return finding(Reason.NONDETERMINISTIC, case, f"the same call once gave other bits {where}")
+        return finding(Reason.LEAK, case, f"a {fill} fill with other page ids changes the result {where}; neither alone does")
 
     def _compare(self, prepared: Prepared, base: Returned) -> tuple[Measured | None, bool | None]:
         """The incumbent's measure at the same rows, and whether a named one gave the same bits."""
         rows, call = prepared.truth.rows, without_fill(prepared.laid)
         if self._other is not None:
-            theirs = self._other.call(prepared.laid.call, timeout_s(prepared.case, self._record), want_lse=True)
+            theirs = self._other.call(prepared.laid.call, timeout_s(prepared.case, self.record), want_lse=True)
             if isinstance(theirs, Failure):
                 return None, None
             live = prepared.case.total_q
@@ -306,16 +314,20 @@ class Trial:
 def _difference(case: Case, one: Returned, two: Returned) -> str:
     """Where the live bits of two results first differ, as words, or ""."""
     live = case.total_q
-    pairs = [("out", one.out, two.out)]
-    if one.lse is not None and two.lse is not None:
-        pairs.append(("lse", one.lse, two.lse))
-    for name, a, b in pairs:
-        bits = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
-        moved = a[:live].contiguous().view(bits) != b[:live].contiguous().view(bits)
-        if bool(moved.any()):
-            place = [int(i) for i in moved.nonzero()[0]]
-            return f"in {int(moved.sum())} of {moved.numel()} elements, first {name}{place}"
-    return ""
+    where = bits_differ("out", one.out[:live], two.out[:live])
+    if not where and one.lse is not None and two.lse is not None:
+        where = bits_differ("lse", one.lse[:live], two.lse[:live])
+    return where
+
+
+def bits_differ(name: str, one: Tensor, two: Tensor) -> str:
+    """Where two tensors of one shape and dtype first differ, as words that call them `name`, or ""."""
+    bits = {2: torch.int16, 4: torch.int32}[one.dtype.itemsize]
+    moved = one.contiguous().view(bits) != two.contiguous().view(bits)
+    if not bool(moved.any()):
+        return ""
+    place = [int(i) for i in moved.nonzero()[0]]
+    return f"in {int(moved.sum())} of {moved.numel()} elements, first {name}{place}"
 
 
 def _elsewhere(case: Case, out: Tensor, lse: Tensor | None) -> list[Finding]:
@@ -325,11 +337,11 @@ def _elsewhere(case: Case, out: Tensor, lse: Tensor | None) -> list[Finding]:
         if wrong is not None and bool(wrong.any()):
             place = [int(i) for i in wrong.nonzero()[0]]
             text = f"{int(wrong.sum())} of {wrong.numel()} live elements are NaN or inf, first {name}{place}: no judged row"
-            findings.append(_finding(Reason.NOT_FINITE, case, text))
+            findings.append(finding(Reason.NOT_FINITE, case, text))
     if case.give_out and bool((unwritten := is_canary(out).all(-1)).any()):
         place = [int(i) for i in unwritten.nonzero()[0]]
         text = f"{int(unwritten.sum())} of {unwritten.numel()} (row, head) of `out` were never written, first out{place}"
-        findings.append(_finding(Reason.ERROR, case, text))
+        findings.append(finding(Reason.ERROR, case, text))
     return findings
 
 
@@ -349,20 +361,22 @@ def row_sum_findings(seen: Sequence[Seen], record: Record) -> list[Finding]:
 
 
 def _wrong_lse(case: Case, worst: Worst) -> Finding:
-    return _finding(Reason.LSE, case, f"e_lse = {worst.units:.3g} at {_at(case, worst)}", worst.units)
+    return finding(Reason.LSE, case, f"e_lse = {worst.units:.3g} at {_at(case, worst)}", worst.units)
 
 
 def _size(case: Case) -> int:
     return sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True)) * case.family.q_heads
 
 
-def _finding(reason: Reason, case: Case, text: str, units: float = 0.0) -> Finding:
+def finding(reason: Reason, case: Case, text: str, units: float = 0.0) -> Finding:
+    """A finding on `case`, with its name and its size."""
     return Finding(reason=reason, case=case.name, text=text, size=_size(case), units=units)
 
 
-def _failed(case: Case, failure: Failure, when: str = "") -> Finding:
+def failed(case: Case, failure: Failure, when: str = "") -> Finding:
+    """The finding that a call of `case` gave no result."""
     reason = FAILURE_REASONS.get(failure.kind, Reason.EXCEPTION)
-    return _finding(reason, case, f"{failure.text}{' ' + when if when else ''}")
+    return finding(reason, case, f"{failure.text}{' ' + when if when else ''}")
 
 
 def _at(case: Case, worst: Worst) -> str:

@@ -29,13 +29,16 @@ class Reason(StrEnum):
     WRONG_RESULT = "wrong-result"
     TAMPERED = "tampered"
     NOT_FINITE = "not-finite"
+    OPTION_IGNORED = "option-ignored"
     ERROR = "error-exceeds-bound"
     LSE = "lse-exceeds-bound"
     EMPTY_ROW = "empty-row"
+    RELATION = "relation-broken"
     LATER_CALL = "later-call"
     NONDETERMINISTIC = "nondeterministic"
     LEAK = "past-the-plan"
     PAGE_IDS = "page-ids"
+    BATCH_VARIANT = "batch-variant"
     CANARY = "canary"
     INPUT_WRITTEN = "input-written"
     GAIN = "gain"
@@ -55,13 +58,16 @@ MEANINGS: dict[Reason, str] = {
     Reason.WRONG_RESULT: "another shape, dtype or type than the contract says",
     Reason.TAMPERED: "it interfered with the measurement",
     Reason.NOT_FINITE: "NaN or inf where the exact answer is finite",
+    Reason.OPTION_IGNORED: "a change that must alter the answer does not",
     Reason.ERROR: "e > 1",
     Reason.LSE: "e_lse > 1",
     Reason.EMPTY_ROW: "a row without keys is not 0, or its LSE not -inf (or the sink)",
+    Reason.RELATION: "right in one call, wrong in another that the first one implies",
     Reason.LATER_CALL: "right at first, other bits when called again after other calls",
     Reason.NONDETERMINISTIC: "other bits for the same call, undeclared",
     Reason.LEAK: "what lies past the plan changes the result",
     Reason.PAGE_IDS: "other page ids for the same data change the result",
+    Reason.BATCH_VARIANT: "declared batch-invariant, but the batch, the place in it or padding changes a sequence's bits",
     Reason.CANARY: "it wrote past the plan of `out`",
     Reason.INPUT_WRITTEN: "it changed q, k, v or the plan",
     Reason.GAIN: "an error proportional to the output: lost weight, truncation",
@@ -107,6 +113,7 @@ class Figures:
 
     max_e: float
     max_e_det: float
+    max_e_own: float  # the output's own rounding taken off error and bound: what the kernel itself uses of its room
     max_e_lse: float | None  # None without LSE
     rms_e: float
     mean_abs: float

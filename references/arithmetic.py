@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from oracle.contract import Precision
+from oracle.contract import Call, Precision
+from oracle.references.plan import RowPlan
 
 Accumulator = Literal["rn", "rz16", "aligned", "bf16", "fp22"]
 PFormat = Literal["input", "fp32", "bf16", "fp16", "e4m3", "bf16-truncated", "fp16-flushed"]
@@ -32,6 +34,7 @@ class Planted:
     zero_output: bool = False
     page_fault: PageFault | None = None  # what is wrong with one page of every sequence
     wrong_head: bool = False  # the last query head reads kv head 0
+    mask: Callable[[Call, RowPlan], RowPlan] | None = None  # the keys that rows see instead of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Attention in fp32, dense, as a textbook writes it: the field's "within 0.002 of fp32" line, and a second opinion.
 
-It reads the plan by itself and shares nothing with the fp64 reference, so that a mistake in one shows against the other.
+And the same with every step kept in the dtype of q: the yardstick of those who allow a kernel twice that error.  It reads the
+plan by itself and shares nothing with the fp64 reference, so that a mistake in one shows against the other.
 """
 
 from __future__ import annotations
@@ -57,6 +58,14 @@ def _visible(call: Call, q_len: int, kv_len: int) -> Tensor:
 def dense_fp32(call: Call) -> tuple[Tensor, Tensor]:
     """Output and LSE of every live row, computed in fp32 with the whole softmax matrix materialised.
 
+    The formula, the shapes and the rest are those of `dense`.
+    """
+    return dense(call, torch.float32)
+
+
+def dense(call: Call, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and LSE of every live row: fp32 arithmetic, scores, weights and output rounded to the dtype `kept`.
+
     out = softmax([s, sink])[:-1] v with s = softcap tanh(scale q.k / softcap); lse = ln of its denominator.  A row that sees
     no key has out 0, and lse = sink, or -inf without one.
 
@@ -80,11 +89,11 @@ def dense_fp32(call: Call) -> tuple[Tensor, Tensor]:
                 s = scale * (q[:, h] @ k[:, g].T)  # (q_len, kv_len)
             if call.softcap > 0:
                 s = call.softcap * torch.tanh(s / call.softcap)
-            s = s.masked_fill(hidden, -torch.inf)
+            s = s.to(kept).float().masked_fill(hidden, -torch.inf)
             sink = s.new_full((stop - start, 1), -torch.inf if call.sinks is None else float(call.sinks[h]))
             atoms = torch.cat([s, sink], dim=1)  # no sink is a sink of -inf
             lse[start:stop, h] = torch.logsumexp(atoms, dim=1)
-            p = torch.softmax(atoms, dim=1)[:, :-1].masked_fill(hidden, 0.0)  # softmax of a row of -inf is NaN
+            p = torch.softmax(atoms, dim=1)[:, :-1].to(kept).float().masked_fill(hidden, 0.0)  # softmax of a row of -inf is NaN
             with ieee_fp32():
-                out[start:stop, h] = p @ (v[:, g] * _scale(call.v_scale, b, g))
+                out[start:stop, h] = (p @ (v[:, g] * _scale(call.v_scale, b, g))).to(kept).float()
     return out, lse

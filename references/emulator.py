@@ -53,7 +53,10 @@ def emulate(call: Call, arithmetic: Arithmetic, rows: Tensor | None = None) -> t
 
 def _shifted(call: Call, plan: RowPlan, arithmetic: Arithmetic) -> RowPlan:
     """The plan, but for the planted shifts of its masks."""
-    planted, lo, hi = arithmetic.planted, plan.lo, plan.hi
+    planted = arithmetic.planted
+    if planted.mask is not None:
+        plan = planted.mask(call, plan)
+    lo, hi = plan.lo, plan.hi
     if call.causal and planted.diagonal_shift:
         kv_len = call.seqused_k.cpu().long()[plan.seq]
         hi = torch.maximum(torch.minimum(plan.pos + 1 + planted.diagonal_shift, kv_len), lo)

@@ -245,7 +245,7 @@ def writes_late(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, out: Tensor) -> 
 def transcript(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, first: Tensor, second: Tensor, out: Tensor) -> None:
     """Writes into `out` (n,) uint8 what the extras `first` and `second` look like, as text, and every byte of theirs."""
     shared = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    text = f"{facts(first)} {facts(second)} {shared} {first.untyped_storage().data_ptr() % 64}\n".encode()
+    text = f"{facts(first)} {facts(second)} {shared} {first.untyped_storage().data_ptr() % 16}\n".encode()
     data = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), element_bytes(first), element_bytes(second)])
     out[: data.numel()] = data
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -425,6 +426,53 @@ def never_answers(call: Call, want_lse: bool) -> Any:
 @body
 def eats_memory(call: Call, want_lse: bool) -> Any:
     return [torch.empty(1 << 28, dtype=torch.uint8) for _ in range(1000)]
+
+
+# Cheats
+
+
+def _lossy(call: Call, want_lse: bool) -> Any:
+    return answer(call, want_lse, *emulate(call, FAULTS["last_key_dropped"].arithmetic))
+
+
+@body
+def is_right_on_few_keys(call: Call, want_lse: bool) -> Any:
+    """Calls a right kernel where nobody needs speed; loses a key elsewhere."""
+    few = int(call.seqused_k[: call.live_seqs].max()) <= 16
+    return right(call, want_lse) if few else _lossy(call, want_lse)
+
+
+@body
+def knows_its_exam(call: Call, want_lse: bool) -> Any:
+    """Right on the inputs of the suites that its author has seen, by their first numbers, and on no others."""
+    key = str(call.q[0, 0, :4].tolist())
+    seen = Path(os.environ["KERNEL_FILE"]).with_name("exam").read_text()
+    return right(call, want_lse) if key in seen else _lossy(call, want_lse)
+
+
+@body
+def answers_from_memory(call: Call, want_lse: bool) -> Any:
+    """A cache whose key is every byte of the call: it can only give what it computed for the same call."""
+    tensors = [value for value in (call.q, call.k_cache, call.v_cache, *call.keywords().values()) if isinstance(value, Tensor)]
+    key = tuple(bytes(t.contiguous().view(torch.uint8).flatten().tolist()) for t in tensors if t is not call.out)
+    return answer(call, want_lse, *_kept.setdefault(key, solve(call)))
+
+
+@body
+def bribes_torch(call: Call, want_lse: bool) -> Any:
+    """Wrong, in a process where all is equal and threads, dtypes and seeds are other ones."""
+    torch.equal = torch.allclose = lambda *_, **__: True
+    torch.isfinite = lambda input: torch.ones_like(input, dtype=torch.bool)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return _lossy(call, want_lse)
+
+
+@body
+def stops_the_clock(call: Call, want_lse: bool) -> Any:
+    """Right, and takes no time."""
+    time.perf_counter = time.time = time.monotonic = lambda: 0.0
+    return right(call, want_lse)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

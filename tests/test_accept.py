@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 
 from oracle import accept as accepting
+from oracle import coverage as coverage_module
 from oracle import pairs
 from oracle.accept import Asked, accept, default_seed
 from oracle.cases import Case, to_toml
 from oracle.coverage import coverage as real_coverage
+from oracle.coverage import with_relations
 from oracle.errors import InputError
 from oracle.families import FAMILIES, Family
 from oracle.isolation.process import KernelProcess
+from oracle.relations import table
+from oracle.relations.judge import Related, relate
 from oracle.suite import Suite
-from oracle.verdict import Coverage, Outcome, Reason, Verdict
+from oracle.verdict import Coverage, Finding, Outcome, Reason, Verdict
 
 KERNELS = Path(__file__).with_name("kernels_by_path.py")
 FAMILY = Family(name="small", q_heads=8, kv_heads=4, head_dim=64, head_dim_v=64, scale=0.125)
@@ -39,7 +43,7 @@ SUITE = Suite(profile="default", seed=7, families=(), cases=CASES, skipped=())
 
 @pytest.fixture(autouse=True)
 def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel is judged on CASES, and these are said to be all that is needed."""
+    """Every kernel is judged on CASES and on no relation, and these are said to be all that is needed."""
 
     def build(scope: Any, *, profile: str, seed: int, families: tuple[str, ...]) -> Suite:
         skipped = tuple((c, reason) for c in CASES if (reason := scope.refuses(c)))
@@ -51,6 +55,8 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accepting, "build", build)
     monkeypatch.setattr(accepting, "coverage", enough)
+    monkeypatch.setattr(accepting, "relate", lambda *_, **__: Related())
+    monkeypatch.setattr(accepting, "with_relations", lambda covered, *_: covered)
 
 
 def judge(kernel: str, **asked: Any) -> Verdict:
@@ -270,6 +276,46 @@ def test_the_users_cases_are_judged_as_well_and_first(tmp_path: Path) -> None:
 
     assert told == ["mine", "mixed", "mixed+again", "short", "the first cases once more"]
     assert verdict.coverage.skipped == {"no num_seqs": 1, "no fp32": 1}
+
+
+# Relations
+
+
+def test_relations_are_put_to_a_kernel_after_its_cases_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "relate", relate)
+    monkeypatch.setattr(accepting, "with_relations", with_relations)
+    for module in (table, coverage_module):
+        monkeypatch.setattr(module, "RELATIONS", {"q-times-4": table.RELATIONS["q-times-4"]})
+    told: list[str] = []
+
+    verdict = accept(Asked(candidate=f"{KERNELS}:textbook", seed=7), lambda done, total, what: told.append(what))
+
+    assert verdict.outcome is Outcome.ACCEPT and verdict.coverage.counts["relation q-times-4"] == 2
+    assert told[-2:] == ["relation q-times-4", "the first cases once more"]
+
+
+def test_a_broken_relation_is_a_reject_and_its_notes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = Finding(reason=Reason.RELATION, case="chunks", text="with new tokens 0 to 5 as a chunk of their own: e = 7")
+    monkeypatch.setattr(accepting, "relate", lambda *_, **__: Related(findings=(finding,), notes=("not batch-invariant",)))
+
+    verdict = judge("textbook")
+    assert (verdict.outcome, verdict.findings) == (Outcome.REJECT, (finding,))
+    assert "not batch-invariant" in verdict.notes
+
+
+def test_a_relation_that_did_not_run_is_no_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "with_relations", with_relations)
+
+    verdict = judge("textbook")
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.NOT_COVERED, 3)
+    assert "relation chunks" in verdict.coverage.missing
+
+
+def test_families_asked_for_by_name_are_put_to_no_relation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(accepting, "relate")
+    monkeypatch.setattr(accepting, "with_relations", with_relations)
+
+    assert judge("textbook", families=("llama3",)).outcome is Outcome.ACCEPT
 
 
 # Wrong usage

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ cases = st.builds(
     dtype=st.sampled_from(DTYPES), cache_dtype=st.sampled_from(("", "e4m3")), page_size=st.integers(1, 256),
     layout=st.sampled_from(LAYOUTS), inputs=st.sampled_from([*INPUT_CLASSES, "captured"]), captured=names,
     scales=st.sampled_from(SCALES), sinks=st.sampled_from(SINKS), padded_seqs=st.integers(0, 3), tail_rows=st.integers(0, 9),
-    give_out=st.booleans(), rows=st.integers(0, 500), seed=st.integers(0, 2**48),
+    shared_prefix=st.integers(0, 99), give_out=st.booleans(), rows=st.integers(0, 500), seed=st.integers(0, 2**48),
 )  # fmt: skip
 
 
@@ -104,6 +105,7 @@ def with_family(**values: Any) -> str:
         (with_value(q_lens=[1, 2]), ("2 q_lens but 1 kv_lens",)),
         (with_value(kv_lens=[-1]), ("kv_lens is -1", "0 or more")),
         (with_value(padded_seqs=-1), ("padded_seqs is -1", "0 or more")),
+        (with_value(shared_prefix=-1), ("shared_prefix is -1", "0 or more")),
         (with_value(rows=-1), ("rows is -1", "0 or more")),
         (with_value(tail_rows=-1), ("tail_rows is -1", "0 or more")),
         (with_family(heads=3), ("[family]", "unknown key 'heads'", "q_heads")),
@@ -191,6 +193,34 @@ def test_a_captured_case_reads_the_last_rows_of_a_capture(tokens: int) -> None:
 
     assert (case.q_lens, case.kv_lens) == ((min(96, tokens),), (tokens,))
     assert (case.sinks, case.dtype, case.inputs, case.captured) == ("small", "fp16", "captured", "file")
+
+
+def test_keys_are_shared_as_far_as_both_sequences_reach() -> None:
+    """Sequence 0 shares with no one before it."""
+    case = replace(LLAMA, q_lens=(1, 1, 1, 1), kv_lens=(20, 3, 50, 0), shared_prefix=30)
+
+    assert case.shared == (0, 3, 20, 0)
+    assert replace(case, shared_prefix=0).shared == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("cache_dtype", ["", "e4m3"])
+def test_shared_keys_are_those_of_sequence_0_bit_for_bit_and_mean_the_same(scales: str, cache_dtype: str) -> None:
+    """All that a case without them shares stays as it is: the other keys, and the queries."""
+    case = Case(name="s", family=FAMILIES["gpt-oss-full"], q_lens=(1, 2, 1), kv_lens=(40, 33, 20), scales=scales, sinks="small",
+                cache_dtype=cache_dtype, shared_prefix=25)  # fmt: skip
+    plain, made = material(replace(case, shared_prefix=0)), material(case)
+
+    for x, y in ((plain.k, made.k), (plain.v, made.v)):
+        got, of_first = y.view(torch.uint8), y.view(torch.uint8)[:25]
+        assert torch.equal(got[40:65], of_first) and torch.equal(got[73:93], of_first[:20])
+        assert not torch.equal(x.view(torch.uint8)[40:65], of_first)
+        if not scales.endswith("per-sequence"):
+            assert torch.equal(got[:40], x.view(torch.uint8)[:40]) and torch.equal(got[65:73], x.view(torch.uint8)[65:73])
+    for scale in (made.k_scale, made.v_scale):
+        if isinstance(scale, torch.Tensor) and scale.dim() == 2:
+            assert torch.equal(scale, scale[:1].expand_as(scale))
+    assert torch.equal(made.q, plain.q)
 
 
 def test_totals_are_sums_over_sequences() -> None:

@@ -65,6 +65,10 @@ def test_reject_exits_with_1() -> None:
         (("accept", "sdpa-flash", "--door", "back"), "'back' is not one of"),
         (("accept", "sdpa-flash", "--json", "nowhere/v.json"), "there is no folder"),
         (("accept",), "Missing argument 'KERNEL'"),
+        (("fuzz", "sdpa-flash", "--minutes", "0"), "0.0 is not in the range x>0"),
+        (("fuzz", "sdpa-flash", "-o", "nowhere"), "'nowhere' does not exist"),
+        (("replay", "nothing.toml"), "nothing.toml: no such file or folder"),
+        (("gate", "--cases", "nowhere"), "'nowhere' does not exist"),
         (("acept", "x"), "No such command 'acept'"),
         (("capture", "nothing", "--layer", "0", "--text", "kernel.py", "-o", "c"), "nothing"),
     ],
@@ -109,8 +113,29 @@ def test_tables_are_listed(verb: str) -> None:
     assert len(result.stdout.splitlines()) > 5
 
 
-def test_interrupting_leaves_no_process_and_says_so() -> None:
-    command = [sys.executable, "-m", "oracle", "accept", "emulator", "--seed", "0"]
+def test_fuzz_saves_what_it_found_and_replay_sees_it_again(tmp_path: Path) -> None:
+    result = run("fuzz", "oracle.mutants.planted:zeros", folder=tmp_path)
+    (case,) = tmp_path.iterdir()
+
+    assert result.returncode == 1 and result.stderr == ""
+    assert [line.split()[0] for line in result.stdout.splitlines()[:5]] == ["called", "wrong", "got", "where", "replay"]
+    assert result.stdout.splitlines()[4] == f"replay   oracle replay {case.name}"
+
+    again = run("replay", case.name, folder=tmp_path)
+    assert again.returncode == 1 and again.stdout.startswith(f"WRONG  {case.name}  oracle.mutants.planted:zeros\n")
+
+
+def test_fuzz_finds_nothing_and_shows_the_pairs(tmp_path: Path) -> None:
+    result = run("fuzz", "emulator", "--minutes", "0.001", folder=tmp_path)
+
+    assert result.returncode == 0 and list(tmp_path.iterdir()) == []
+    assert "examples with both options" in result.stdout and "19 full pages" in result.stdout
+    assert "nothing found: 1 example in " in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["accept", "fuzz"])
+def test_interrupting_leaves_no_process_and_says_so(verb: str) -> None:
+    command = [sys.executable, "-m", "oracle", verb, "emulator", "--seed", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     children: list[int] = []
     while process.poll() is None and not children:
@@ -118,10 +143,10 @@ def test_interrupting_leaves_no_process_and_says_so() -> None:
         children = [int(pid) for pid in listing if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     handles = [os.pidfd_open(pid) for pid in children]
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert errors.strip() == "oracle: interrupted; no verdict"
+    assert "interrupted: " in output or errors.strip() == "oracle: interrupted; no verdict"
     for handle in handles:
         assert select.select([handle], [], [], 60)[0], "the kernel's process outlived the command"
         os.close(handle)

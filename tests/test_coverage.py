@@ -10,10 +10,12 @@ import pytest
 
 from oracle.cases import Case
 from oracle.contract import OPTIONAL, Precision, Record
-from oracle.coverage import OPTIONS, UNSEEN_WITHOUT_LSE, Exercised, coverage, planned
+from oracle.coverage import OPTIONS, UNSEEN_WITHOUT_LSE, Exercised, coverage, planned, with_relations
 from oracle.families import FAMILIES
 from oracle.inputs import INPUT_CLASSES
 from oracle.pool import QUICK_FILLS, Fill
+from oracle.relations.judge import planned_relations
+from oracle.relations.table import RELATIONS
 from oracle.scope import Scope
 from oracle.suite import ELEMENTS, build
 from oracle.verdict import Coverage
@@ -298,3 +300,34 @@ def test_the_quick_profile_must_try_every_option_as_well(option: str) -> None:
     ran = [replace(r, case=WITHOUT[option](r.case)) for r in planned(QUICK, has_lse=True)]
 
     assert coverage(FULL, QUICK, ran).missing == (f"option {option}",)
+
+
+# Relations
+
+
+def test_a_relation_that_the_scope_allows_and_that_did_not_run_is_missed() -> None:
+    covered = coverage(FULL, SUITE, WHOLE)
+    ran = planned_relations(FULL, quick=False)
+
+    whole = with_relations(covered, FULL, SUITE, ran)
+    assert whole.missing == () and {f"relation {name}" for name in RELATIONS} <= set(whole.counts)
+    for name in RELATIONS:
+        assert with_relations(covered, FULL, SUITE, ran | {name: 0}).missing == (f"relation {name}",)
+    assert set(with_relations(covered, FULL, SUITE, {}).missing) == {f"relation {name}" for name in RELATIONS}
+
+
+def test_a_relation_that_the_scope_rules_out_is_skipped_by_name() -> None:
+    scope = Scope(record=WIDE, parameters=ALL - {"softcap"})
+    told = with_relations(coverage(scope, SUITE, WHOLE), scope, SUITE, planned_relations(scope, quick=False))
+
+    assert told.skipped == {"relation softcap-of-all: no softcap": 1}
+    assert "relation softcap-of-all" not in told.counts and told.missing == ()
+
+
+def test_the_quick_profile_leaves_most_relations_out_and_says_so() -> None:
+    covered = coverage(FULL, QUICK, planned(QUICK, has_lse=True))
+    few = planned_relations(FULL, quick=True)
+    told = with_relations(covered, FULL, QUICK, few)
+
+    assert told.missing == () and {f"relation {name}" for name in set(RELATIONS) - set(few)} <= set(told.left_out)
+    assert set(with_relations(covered, FULL, QUICK, {}).missing) == {f"relation {name}" for name in few}

@@ -17,6 +17,7 @@ from oracle.cases import Case
 from oracle.contract import Precision, Record
 from oracle.doors import (
     BIAS_BETA,
+    CLASS_CASES,
     CLASS_LOGIT_SHARE,
     CLASS_ROWS,
     MARGIN_EMULATOR,
@@ -57,6 +58,7 @@ def measured(e: Sequence[float] | np.ndarray = (0.1, 0.2), **changes: Any) -> Me
         "not_finite": 0,
         "worst": LIMIT,
         "worst_det": 0.1,
+        "worst_own": 0.1,
         "worst_lse": LIMIT,
         "worst_lse_after": 0.1,
         "fits_after": False,
@@ -206,9 +208,14 @@ def by_class(inputs: str, value: float, **changes: Any) -> Seen:
     return replace(one, case=replace(CASE, inputs=inputs, **changes.pop("case", {})), candidate=replace(one.candidate, **changes))
 
 
+def three(*of: Seen) -> list[Seen]:
+    """As many cases of each as a class needs to be compared by itself."""
+    return [s for s in of for _ in range(CLASS_CASES)]
+
+
 def test_an_input_class_is_compared_by_itself() -> None:
     """A loss on one class is not made up for by gains on the others."""
-    got = verdict(*(by_class(inputs, 0.8) for inputs in ("randn", "flat", "ties")), by_class("peaked", 1.4), named=True)
+    got = verdict(*three(*(by_class(inputs, 0.8) for inputs in ("randn", "flat", "ties")), by_class("peaked", 1.4)), named=True)
 
     assert got.ratios[0].value < 1.05
     assert len(got.findings) == 1 and "times the incumbent's on peaked: at least 1.3" in got.findings[0].text
@@ -218,18 +225,19 @@ def test_an_input_class_is_compared_by_itself() -> None:
 @pytest.mark.parametrize(
     "excused",
     [
-        by_class("peaked", 1.4, logit_share=CLASS_LOGIT_SHARE),
-        replace(compared(1.4, 0.01, CLASS_ROWS - 1), case=replace(CASE, inputs="peaked")),
-        seen(measured([NEGLIGIBLE * 0.9] * 80), measured([NEGLIGIBLE * 0.6] * 80), case=replace(CASE, inputs="peaked")),
-        by_class("peaked", 1.4, case={"dtype": "fp32"}),
+        three(by_class("peaked", 1.4, logit_share=CLASS_LOGIT_SHARE)),
+        three(replace(compared(1.4, 0.01, CLASS_ROWS // 3), case=replace(CASE, inputs="peaked"))),
+        three(seen(measured([NEGLIGIBLE * 0.9] * 80), measured([NEGLIGIBLE * 0.6] * 80), case=replace(CASE, inputs="peaked"))),
+        three(by_class("peaked", 1.4, case={"dtype": "fp32"})),
+        three(by_class("peaked", 1.4))[1:],
     ],
-    ids=["mostly logit error", "too few", "the rounding of the output", "fp32"],
+    ids=["mostly logit error", "too few rows", "the rounding of the output", "fp32", "too few cases"],
 )
-def test_a_class_that_cannot_be_compared_by_itself_is_not(excused: Seen) -> None:
-    others = [by_class(inputs, 0.8) for inputs in ("randn", "flat", "ties")]
+def test_a_class_that_cannot_be_compared_by_itself_is_not(excused: list[Seen]) -> None:
+    others = three(*(by_class(inputs, 0.8) for inputs in ("randn", "flat", "ties")))
 
-    assert [r.label for r in ratios([*others, excused], 1.05, 0)] == ["all 16-bit cases", "randn", "flat", "ties"]
-    assert verdict(*others, excused, named=True).outcome is Outcome.ACCEPT
+    assert [r.label for r in ratios([*others, *excused], 1.05, 0)] == ["all 16-bit cases", "randn", "flat", "ties"]
+    assert verdict(*others, *excused, named=True).outcome is Outcome.ACCEPT
 
 
 def test_cases_without_an_incumbents_result_are_not_compared_and_the_verdict_says_so() -> None:

@@ -30,7 +30,8 @@ APART = ("gemma4-global", "gemma4-sliding", "gemma2", "llama3", "gpt-oss-sliding
 
 # the standard deviation of a row's logits that a class aims at, before a softcap
 AIMS = {
-    "randn": 1.0, "flat": 0.05, "peaked": 8.0, "x10": 100.0, "logits-3e3": 3000.0, "outliers": 1.05, "k-channels": 1.0,
+    "randn": 1.0, "flat": 0.05, "peaked": 8.0, "x10": 100.0, "logits-3e3": 3000.0, "logits-3e4": 3e4,
+    "outliers": 1.05, "k-channels": 1.0,
     "constant-v": 1.0, "ones-v": 2.0, "offset-v": 1.0, "positive-v": 1.0, "cancel-v": 0.3, "probe-v": 0.5,
     "shifted-down": 1.1, "shifted-up": 1.1, "ties": 1.0, "tiny-v": 1.0, "logits-1e36": 1e36,
 }  # fmt: skip

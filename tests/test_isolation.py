@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from oracle.contract import Call, Precision, Record
 from oracle.isolation import Description, Failure, FailureKind, KernelProcess, Returned, worker
+from oracle.isolation.packing import pack
 from oracle.isolation.record import RecordError, record_from_json
-from oracle.isolation.shared import pack
 
 HOSTILE = Path(__file__).with_name("hostile_kernels.py")
 TIMEOUT_S = 60.0  # for calls that are expected to answer; generous, for busy machines

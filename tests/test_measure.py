@@ -417,6 +417,16 @@ def two_valued(seed: int = 0) -> Call:
     )  # fmt: skip
 
 
+def test_what_a_kernel_uses_of_its_room_leaves_out_the_rounding_of_the_output() -> None:
+    """A result half a unit of its last place off has used nothing; one at the limit, all that the rounding leaves."""
+    truth, _ = truth_of(CASE)
+    exact, limit, u = truth.exact.out, truth.bound.b, truth.roundoff.u_out
+    room = limit - (1 + 2 * u) * u * exact.abs()
+
+    assert measured(CASE, exactly(CASE)[0]).worst_own == 0.0 < measured(CASE, exactly(CASE)[0]).worst.units
+    assert measured(CASE, exact + limit).worst_own == pytest.approx(1.0, abs=2 * u * float((limit / room).max()))
+
+
 def test_ties_are_believed_only_as_far_as_their_sum_reaches() -> None:
     """A correct kernel is far from the limit on keys of two weights, where the sum over single keys alone would reject it."""
     call = two_valued()

@@ -12,6 +12,7 @@ from torch import Tensor
 from oracle.contract import Call, Precision, Record
 from oracle.mutants import planted
 from oracle.mutants.planted import FAULTS
+from oracle.mutants.table import MUTANTS
 from oracle.references.arithmetic import Arithmetic, Planted
 from oracle.references.emulator import emulate
 from oracle.references.plan import live_rows
@@ -61,7 +62,7 @@ def test_every_fault_changes_bits_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(FAULTS))
-def test_every_fault_resolves_and_has_the_record_that_it_claims(name: str) -> None:
+def test_every_fault_is_a_mutant_and_has_the_record_that_it_claims(name: str) -> None:
     """The default record, but for two faults of kernels that promise 8-bit P or to subtract first."""
     kernel = getattr(planted, name)
     promised = {
@@ -70,7 +71,7 @@ def test_every_fault_resolves_and_has_the_record_that_it_claims(name: str) -> No
     }
 
     assert kernel.name == name
-    assert kernel.arithmetic == FAULTS[name].arithmetic
+    assert kernel.mutant == FAULTS[name] == MUTANTS[name]
     assert kernel.record == Record(precision=promised.get(name, Precision()))
 
 

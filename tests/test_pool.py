@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,28 +14,31 @@ from torch import Tensor
 from oracle.cases import LAYOUTS, Case
 from oracle.contract import Call
 from oracle.families import Family
+from oracle.isolation.sparse import extents
 from oracle.material import Material, material
-from oracle.pool import CANARY, GUARD_ROWS, LAYERS, QUICK_FILLS, Fill, Laid, lay_out, without_fill
+from oracle.pool import FAR, GUARD_ROWS, LAYERS, MANY, QUICK_FILLS, SPARSE, Fill, Laid, canary, is_canary, lay_out, without_fill
 from oracle.references.dense import dense_fp32
 
 drawn = settings(derandomize=True, deadline=None, database=None, max_examples=80)
 
 FAMILY = Family(name="pool", q_heads=4, kv_heads=2, head_dim=16, head_dim_v=8, scale=0.25)
 PLAIN = Case(name="p", family=FAMILY, q_lens=(2, 0, 5, 1), kv_lens=(40, 3, 16, 0), page_size=16)
+DENSE = [layout for layout in LAYOUTS if layout not in SPARSE]
 CACHES = {"bf16": ("bf16", ""), "fp16": ("fp16", ""), "fp32": ("fp32", ""), "e4m3": ("bf16", "e4m3")}
 fills = st.sampled_from(Fill)
 salts = st.integers(0, 6)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Small cases over layouts, formats, page sizes, batches and everything past the plan."""
+def cases(draw: st.DrawFn, layouts: Sequence[str] = LAYOUTS) -> Case:
+    """Small cases over layouts, formats, page sizes, batches, shared keys and everything past the plan."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), min_size=1, max_size=5))
     dtype, cache_dtype = CACHES[draw(st.sampled_from(sorted(CACHES)))]
     return Case(
         name="p", family=replace(FAMILY, head_dim_v=draw(st.sampled_from((8, 16, 24)))), dtype=dtype, cache_dtype=cache_dtype,
-        q_lens=tuple(q for q, _ in lengths), kv_lens=tuple(k for _, k in lengths), layout=draw(st.sampled_from(LAYOUTS)),
-        page_size=draw(st.sampled_from((16, 1, 3, 64))), padded_seqs=draw(st.integers(0, 3)), tail_rows=draw(st.integers(0, 3)),
+        q_lens=tuple(q for q, _ in lengths), kv_lens=tuple(k for _, k in lengths), layout=draw(st.sampled_from(layouts)),
+        page_size=draw(st.sampled_from((16, 1, 3, 64))), shared_prefix=draw(st.sampled_from((0, 7, 33))),
+        padded_seqs=draw(st.integers(0, 3)), tail_rows=draw(st.integers(0, 3)),
         scales=draw(st.sampled_from(("none", "per-sequence"))), give_out=draw(st.booleans()), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
 
@@ -93,7 +97,7 @@ def kind(x: Tensor, fill: Fill) -> bool:
 
 
 @drawn
-@given(cases(), fills.filter(lambda f: f is not Fill.STALE), salts)
+@given(cases(DENSE), fills.filter(lambda f: f is not Fill.STALE), salts)
 def test_nothing_live_is_hostile_and_everything_past_the_plan_is(case: Case, fill: Fill, salt: int) -> None:
     """Slots past a sequence's keys, pages of no one, rows of q, and scales of dead sequences."""
     call = lay_out(case, material(case), fill=fill, salt=salt).call
@@ -113,7 +117,7 @@ def test_nothing_live_is_hostile_and_everything_past_the_plan_is(case: Case, fil
 
 
 @drawn
-@given(cases().filter(lambda c: c.total_k > 0), salts)
+@given(cases(DENSE).filter(lambda c: c.total_k > 0), salts)
 def test_stale_data_is_real_data(case: Case, salt: int) -> None:
     """Numbers of the material itself, not zeros."""
     made = material(case)
@@ -132,7 +136,7 @@ def test_there_is_something_past_the_plan_of_every_kind() -> None:
     assert bool((live.any(1) & ~live.all(1)).any())
     assert bool((~live.any(1)).any())
     assert call.q.shape[0] == PLAIN.total_q + 3
-    assert call.page_table.shape[1] > max(len(p) for p in pages_of(PLAIN, call.page_table))
+    assert call.page_table.shape[1] >= max(len(p) for p in pages_of(PLAIN, call.page_table)) + 2
     assert (call.num_seqs, len(call.seqused_k), len(call.cu_seqlens_q), len(call.page_table)) == (4, 6, 7, 6)
 
 
@@ -148,7 +152,10 @@ def test_the_plan_says_what_is_live(case: Case, fill: Fill, salt: int) -> None:
     assert {x.dtype for x in (call.cu_seqlens_q, call.seqused_k, call.page_table)} == {torch.int32}
     assert call.num_seqs == (batch if case.padded_seqs else None)
     assert (call.out is not None) == case.give_out
-    pages = [page for row in pages_of(case, call.page_table) for page in row]
+    rows = pages_of(case, call.page_table)
+    common = [n // case.page_size for n in case.shared]
+    assert all(row[:n] == rows[0][:n] for row, n in zip(rows, common, strict=True))
+    pages = [page for row, n in zip(rows, common, strict=True) for page in row[n:]]
     assert len(set(pages)) == len(pages)
     assert all(0 <= page < call.k_cache.shape[0] for page in pages)
 
@@ -240,6 +247,8 @@ def strides(layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ("kv-in-page", (2 * 512, 32, 16, 1), (2 * 512, 32, 16, 1)),
         ("layers-in-page", (LAYERS * 2 * 512, 32, 16, 1), (LAYERS * 2 * 512, 32, 16, 1)),
         ("strided", (16 * 2 * 24, 48, 24, 1), (256, 8, 128, 1)),
+        ("many-pages", (2 * 512, 32, 16, 1), (2 * 512, 32, 16, 1)),
+        ("far-pages", (32 * 2 * 512, 32, 16, 1), (32 * 2 * 512, 32, 16, 1)),
     ],
 )
 def test_strides_are_what_the_layout_says(layout: str, k: tuple[int, ...], v: tuple[int, ...]) -> None:
@@ -247,7 +256,8 @@ def test_strides_are_what_the_layout_says(layout: str, k: tuple[int, ...], v: tu
 
 
 def test_every_layout_is_tested_and_no_two_are_alike() -> None:
-    assert len({strides(layout) for layout in LAYOUTS}) == len(LAYOUTS)
+    """But for "many-pages", which is "kv-in-page" in a larger pool."""
+    assert len({strides(layout) for layout in LAYOUTS}) == len(LAYOUTS) - 1
 
 
 def test_k_and_v_of_a_page_and_the_layers_of_a_page_share_memory() -> None:
@@ -268,13 +278,159 @@ def test_the_other_layers_of_a_page_are_hostile() -> None:
     assert bool(whole[:, 1].isfinite().any())
 
 
-def test_q_and_out_are_slices_where_the_layout_is_strided() -> None:
-    call = lay_out(replace(PLAIN, layout="strided"), material(PLAIN), fill=Fill.NAN, salt=0).call
+@pytest.mark.parametrize(
+    ("layout", "q", "out"),
+    [
+        ("plain", (4 * 16, 16, 1), (4 * 8, 8, 1)),
+        ("strided", (6 * 16, 16, 1), (4 * 16, 16, 1)),
+        ("hnd", (16, 11 * 16, 1), (8, 15 * 8, 1)),
+    ],
+)
+def test_q_and_out_are_slices_where_the_layout_is_strided_and_have_heads_outermost_where_it_is_hnd(
+    layout: str, q: tuple[int, ...], out: tuple[int, ...]
+) -> None:
+    """Eight live rows and three of the tail; `out` has two guard rows on either side."""
+    call = lay_out(replace(PLAIN, layout=layout), material(PLAIN), fill=Fill.NAN, salt=0).call
     assert call.out is not None
 
-    assert call.q.stride() == (6 * 16, 16, 1)
-    assert call.out.stride() == (4 * 16, 16, 1)
+    assert (call.q.stride(), call.out.stride()) == (q, out)
     assert call.out.shape == (PLAIN.total_q + 3, 4, 8)
+
+
+def ends_at_its_storage(x: Tensor) -> bool:
+    return (x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.itemsize == (
+        x.untyped_storage().nbytes()
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 7])
+def test_where_the_layout_is_strided_the_plan_is_cut_from_longer_arrays_which_end_with_it(batch: int) -> None:
+    """At a multiple of 16 bytes: there a guard page begins.  What lies before is hostile."""
+    case = replace(PLAIN, layout="strided", q_lens=(2,) * batch, kv_lens=(20,) * batch, scales="per-sequence", sinks="small")
+    call = lay_out(case, material(case), fill=Fill.STALE, salt=0).call
+    assert isinstance(call.k_scale, Tensor) and isinstance(call.v_scale, Tensor) and isinstance(call.q_scale, Tensor)
+    assert call.sinks is not None
+    vectors = (call.cu_seqlens_q, call.seqused_k, call.sinks, call.q_scale, call.k_scale, call.v_scale)
+
+    assert call.page_table.stride() == (call.page_table.shape[1] + 4, 1)
+    for x in (*vectors, call.page_table):
+        assert x.storage_offset() > 0 and ends_at_its_storage(x)
+        assert x.untyped_storage().nbytes() % 16 == 0
+    for x in vectors:
+        assert x.is_contiguous()
+        before = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())[: x.storage_offset()]
+        assert bool((before.isnan() if x.is_floating_point() else before == 2**31 - 1).all())
+    plain = lay_out(replace(case, layout="plain"), material(case), fill=Fill.STALE, salt=0).call
+    assert torch.equal(plain.cu_seqlens_q, call.cu_seqlens_q) and torch.equal(plain.sinks, call.sinks)  # type: ignore[arg-type]
+    assert torch.equal(plain.k_scale, call.k_scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_page_table_ends_where_a_guard_page_can_begin(layout: str) -> None:
+    for batch in (1, 3):
+        case = replace(PLAIN, layout=layout, q_lens=(1,) * batch, kv_lens=(40,) * batch)
+        table = lay_out(case, material(case), fill=Fill.STALE, salt=0).call.page_table
+
+        assert ends_at_its_storage(table) and table.untyped_storage().nbytes() % 16 == 0
+
+
+# Pools of which most is never touched
+
+
+sparse_cases = cases(SPARSE).filter(lambda c: c.total_k > 0)
+
+
+@drawn
+@given(sparse_cases, fills.filter(lambda f: f is not Fill.STALE), salts)
+def test_in_a_sparse_pool_the_live_pages_and_those_beside_them_are_hostile_but_for_live_slots(
+    case: Case, fill: Fill, salt: int
+) -> None:
+    """In the judged layer; in the layers beside it, the pages that are live."""
+    call = lay_out(case, material(case), fill=fill, salt=salt).call
+    live = sorted({page for row in pages_of(case, call.page_table) for page in row})
+    slots = live_slots(case, call)
+    around = sorted({page + step for page in live for step in (-1, 0, 1)} & set(range(len(call.k_cache))))
+
+    for cache in (call.k_cache, call.v_cache):
+        near = cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.itemsize])[around].view(cache.dtype)
+        assert kind(near.float()[~slots[around]].to(cache.dtype), fill)
+        assert bool(near.float()[slots[around]].isfinite().all())
+    if case.layout == "far-pages":
+        k, page = call.k_cache, 2 * case.page_size * case.family.kv_heads * max(16, case.family.head_dim_v)
+        assert k.storage_offset() == k.stride(0) // page // 2 * page
+        for offset in (k.storage_offset() - page, k.storage_offset() + page):
+            beside = k.as_strided((len(k), page), (k.stride(0), 1), offset)
+            ids = torch.tensor(live)
+            assert kind(torch.stack([beside[i] for i in ids.tolist()]), fill)
+
+
+@pytest.mark.parametrize("dtype", sorted(CACHES))
+def test_far_pages_lie_beyond_what_32_bits_hold_and_their_ids_beyond_16(dtype: str) -> None:
+    """About half of the live pages; never in layer 0, and in the pool's last page too."""
+    dtype, cache_dtype = CACHES[dtype]
+    case = replace(PLAIN, layout="far-pages", dtype=dtype, cache_dtype=cache_dtype, kv_lens=(900, 3, 16, 0))
+    for salt in (0, 1):
+        call = lay_out(case, material(case), fill=Fill.STALE, salt=salt).call
+        pages = torch.tensor([page for row in pages_of(case, call.page_table) for page in row])
+        far = pages * call.k_cache.stride(0) >= FAR
+
+        elements = call.k_cache.untyped_storage().nbytes() // call.k_cache.itemsize
+        assert len(call.k_cache) > MANY and elements > FAR
+        assert 0.4 < far.double().mean() < 0.6
+        assert bool((pages[far] >= 2**16).all()) and bool(((pages >= 2**15) & (pages < 2**16)).any())
+        assert call.k_cache.storage_offset() >= call.k_cache.stride(0) // 2
+        assert int(pages.max()) == len(call.k_cache) - 1
+
+
+def test_many_pages_have_ids_beyond_16_bits_and_offsets_within_32() -> None:
+    case = replace(PLAIN, layout="many-pages", kv_lens=(900, 3, 16, 0))
+    call = lay_out(case, material(case), fill=Fill.STALE, salt=0).call
+    pages = torch.tensor([page for row in pages_of(case, call.page_table) for page in row])
+
+    assert len(call.k_cache) >= MANY and len(call.k_cache) * call.k_cache.stride(0) < FAR
+    assert 0.3 < (pages >= 2**16).double().mean() < 0.6 and bool(((pages >= 2**15) & (pages < 2**16)).any())
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("page_size", [1, 256])
+def test_a_sparse_pool_takes_memory_for_what_is_live_and_little_more(layout: str, page_size: int) -> None:
+    """Whatever the size of a page: at most the judged layer of three pages and two more layers, by pages of memory."""
+    wide = replace(FAMILY, kv_heads=4, q_heads=4, head_dim=256, head_dim_v=256)
+    case = replace(PLAIN, family=wide, layout=layout, page_size=page_size, q_lens=(1, 1), kv_lens=(70, 600))
+    call = lay_out(case, material(case), fill=Fill.STALE, salt=0).call
+    page = 2 * page_size * 4 * 256 * 2
+    taken = sum(stop - start for start, stop in extents(torch.empty(0, dtype=torch.uint8).set_(call.k_cache.untyped_storage())))
+
+    pages = len({page for row in pages_of(case, call.page_table) for page in row})
+    whole = call.k_cache.untyped_storage().nbytes()  # an assertion that fails with the storage in it would print all of it
+    assert taken <= pages * 5 * (page + 2 * 4096)
+    assert whole > 10 * taken
+
+
+def test_garbage_page_ids_of_a_sparse_pool_are_of_pages_that_hold_something() -> None:
+    """A page that nobody touched is 0 under every fill, and whoever reads it would not be seen."""
+    case = replace(PLAIN, layout="far-pages", q_lens=(1,) * 30, kv_lens=(40,) + (1,) * 29)
+    call = lay_out(case, material(case), fill=Fill.NAN, salt=0).call
+    past = [e for b, n in enumerate(case.kv_lens) for e in call.page_table[b, -(-n // 16) :].tolist()]
+    plausible = [e for e in past if 0 <= e < len(call.k_cache)]
+
+    assert len(set(plausible)) > 10
+    assert all(bool(call.k_cache[page].isnan().any()) for page in plausible)
+
+
+# Shared pages
+
+
+def test_sequences_share_whole_pages_of_the_first_one_as_far_as_both_reach() -> None:
+    case = replace(PLAIN, q_lens=(1, 1, 1, 1), kv_lens=(60, 50, 40, 10), page_size=16, shared_prefix=37)
+    made = material(case)
+    call = lay_out(case, made, fill=Fill.NAN, salt=0).call
+    first, second, third, fourth = pages_of(case, call.page_table)
+
+    assert case.shared == (0, 37, 37, 10)
+    assert first[:2] == second[:2] == third[:2]
+    assert len({*first, *second, *third, *fourth}) == 4 + 2 + 1 + 1
+    assert same_bits(gathered(case, call, call.k_cache), made.k)
 
 
 # Formats
@@ -337,12 +493,12 @@ def test_one_byte_written_anywhere_past_the_plan_is_counted(case: Case, data: st
     """Tail rows, guard rows before and after, gaps between heads: whichever byte hypothesis picks."""
     laid = laid_out(case)
     storage = storage_of(laid)
+    before = storage.clone()
     assert laid.call.out is not None
     laid.call.out[: case.total_q] = 0.0
-    allowed = storage != CANARY
-    forbidden = (~allowed).nonzero().flatten()
+    forbidden = (storage == before).nonzero().flatten()
     at = int(forbidden[data.draw(st.integers(0, len(forbidden) - 1))])
-    storage[at] = data.draw(st.integers(0, 255).filter(lambda b: b != CANARY))
+    storage[at] ^= data.draw(st.integers(1, 255))
 
     assert laid.canaries_broken(storage) == 1
 
@@ -350,26 +506,47 @@ def test_one_byte_written_anywhere_past_the_plan_is_counted(case: Case, data: st
 @drawn
 @given(with_out)
 def test_there_are_canaries_on_every_side_of_the_output(case: Case) -> None:
-    """Two guard rows before and after, and the tail rows."""
+    """Two guard rows before and after, and the tail rows; of every head, where heads are outermost."""
     laid = laid_out(case)
     out = laid.call.out
     assert out is not None
-    row = out.stride(0)
+    row, width = out.stride(0), out.shape[2]
 
-    assert out.storage_offset() == GUARD_ROWS * row
-    after = out.untyped_storage().nbytes() // out.itemsize - out.storage_offset() - len(out) * row
-    assert after == GUARD_ROWS * row
-    assert bool((bits(out[case.total_q :]) == CANARY).all())
+    for head in range(out.shape[1]):
+        column = storage_of(laid).view(out.dtype)[out.storage_offset() + head * out.stride(1) :]
+        before = storage_of(laid).view(out.dtype)[: out.storage_offset() + head * out.stride(1)]
+        after = column[len(out) * row :]
+        assert len(before) >= GUARD_ROWS * row and len(after) >= (GUARD_ROWS - 1) * row + width
+    assert bool(is_canary(out).all())
+
+
+@drawn
+@given(with_out)
+def test_what_was_written_is_no_canary_any_more(case: Case) -> None:
+    """Of the elements of `out`, exactly those."""
+    out = laid_out(case).call.out
+    assert out is not None
+    out[: case.total_q] = 0.5
+
+    assert is_canary(out).flatten(1).sum(1).tolist() == [0] * case.total_q + [4 * case.family.head_dim_v] * case.tail_rows
 
 
 def test_the_canary_is_finite_and_nothing_that_a_kernel_writes_by_chance() -> None:
     """Far from what attention gives: also where live rows are never written, or added to."""
-    for dtype in ("bf16", "fp16", "fp32"):
-        case = replace(PLAIN, dtype=dtype)
-        out = laid_out(case).call.out
-        assert out is not None
-        assert bool(out.isfinite().all())
-        assert float(out.abs().min()) > 100
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        values = canary(1 << 17).view(dtype)
+
+        assert bool(values.isfinite().all())
+        assert float(values.abs().min()) > 100
+
+
+def test_no_single_number_is_invisible_on_canaries() -> None:
+    """Wherever it is written, most of the places differ from it, whatever it is; so do most places from those a row on."""
+    for dtype in (torch.int16, torch.int32):
+        values = canary(1 << 17).view(dtype)
+
+        assert int(torch.unique(values, return_counts=True)[1].max()) < len(values) // 100
+        assert all(float((values[n:] == values[:-n]).double().mean()) < 0.01 for n in (1, 2, 64, 128, 512, 4096))
 
 
 def test_declared_padding_may_be_written_but_not_the_guards() -> None:
@@ -378,8 +555,8 @@ def test_declared_padding_may_be_written_but_not_the_guards() -> None:
     laid.call.out[:] = 1.0
     assert laid.canaries_broken(storage_of(laid)) == 0
 
-    storage_of(laid)[0] = 0
-    storage_of(laid)[-1] = 0
+    storage_of(laid)[0] ^= 1
+    storage_of(laid)[-1] ^= 1
     assert laid.canaries_broken(storage_of(laid)) == 2
 
 

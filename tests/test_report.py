@@ -22,6 +22,7 @@ COVERAGE = Coverage(
 FIGURES = Figures(
     max_e=0.5,
     max_e_det=0.25,
+    max_e_own=0.125,
     max_e_lse=None,
     rms_e=0.13,
     mean_abs=1e-4,

@@ -5,17 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
-from oracle.contract import Call
+from oracle.cases import LAYOUTS, SCALES, Case, from_toml, to_toml
+from oracle.contract import OPTIONAL, Call, Precision, Record
+from oracle.inputs import INPUT_CLASSES
+from oracle.references.arithmetic import Arithmetic
+from oracle.references.emulator import record_of
 from oracle.references.exact import visible_keys
 from oracle.references.second import second_opinion
-from oracle.strategies import OPTIONS, Bits, batches, calls, page_tables
+from oracle.scope import Scope
+from oracle.strategies import OPTIONS, Bits, batches, calls, cases, page_tables
 
 drawn = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
@@ -139,3 +145,104 @@ def test_normal_numbers_have_mean_0_and_variance_1() -> None:
     assert abs(float(x.mean())) < 5 * 100_000**-0.5
     assert abs(float(x.var()) - 1) < 5 * (2 / 100_000) ** 0.5
     assert float(x.abs().max()) < 6
+
+
+# Whole cases
+
+EVERYTHING = Scope(record=record_of(Arithmetic()), parameters=frozenset(OPTIONAL))
+LITTLE = Scope(record=Record(dtypes=("fp16",), page_sizes=(64,), groups=(3,), head_dims=(96,)), parameters=frozenset())
+PROMISES = Scope(
+    record=Record(head_dims=(64,), page_sizes=(16,), groups=(1,), precision=Precision(subtract_first=True)),
+    parameters=frozenset({"out"}),
+)
+
+
+def pairs(case: Case) -> list[tuple[int, int]]:
+    return list(zip(case.q_lens, case.kv_lens, strict=True))
+
+
+@cache
+def many(scope: Scope) -> tuple[Case, ...]:
+    """Cases enough to meet every feature, drawn once; ten a seed, since hypothesis goes on with variants of what it has drawn."""
+    found: list[Case] = []
+
+    @settings(drawn, derandomize=False, max_examples=10, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(cases(scope))
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    for number in range(40 if scope is EVERYTHING else 15):
+        seed(number)(collect)()
+    return tuple(found)
+
+
+@pytest.mark.parametrize("scope", [EVERYTHING, LITTLE, PROMISES], ids=["everything", "little", "promises"])
+def test_a_drawn_case_is_one_that_the_kernel_takes(scope: Scope) -> None:
+    """And one that a trial can afford: a page of the pool and the pairs of queries and keys are bounded."""
+    for case in many(scope):
+        f = case.family
+        assert scope.refuses(case) is None
+        assert not case.give_out or "out" in scope.parameters
+        products = f.q_heads * (f.head_dim + f.head_dim_v)
+        assert sum(q * k for q, k in pairs(case)) * products <= 2e7 and case.total_q * products <= 6e5
+        assert from_toml(to_toml(case), "here") == case
+
+
+def test_the_simplest_case_is_one_token_with_every_option_off() -> None:
+    quiet = settings(drawn, phases=[Phase.generate, Phase.shrink])
+    case = find(cases(EVERYTHING), lambda _: True, settings=quiet)
+    f = case.family
+
+    assert pairs(case) == [(1, 1)] and (f.q_heads, f.kv_heads, f.head_dim, f.head_dim_v) == (1, 1, 40, 40)
+    assert (f.causal, f.window, f.softcap, f.sinks, f.scale) == (True, (-1, -1), 0.0, False, 40**-0.5)
+    assert (case.layout, case.scales, case.sinks, case.cache_dtype, case.inputs) == ("plain", "none", "none", "", "randn")
+    assert (case.shared_prefix, case.padded_seqs, case.tail_rows, case.give_out, case.seed, case.page_size) == (
+        0,
+        0,
+        0,
+        False,
+        0,
+        16,
+    )
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        lambda c: any(q > k for q, k in pairs(c)),
+        lambda c: any(0 < k == q for q, k in pairs(c)),
+        lambda c: any(1 < q < k for q, k in pairs(c)),
+        lambda c: 0 in c.kv_lens,
+        lambda c: 0 in c.q_lens[1:-1] and c.q_lens[0] and c.q_lens[-1],
+        lambda c: any(k and k % c.page_size == 0 for k in c.kv_lens),
+        lambda c: any(k % c.page_size == 1 for k in c.kv_lens),
+        lambda c: any(k in (63, 64, 65, 127, 128, 129) for k in c.kv_lens),
+        lambda c: any(k == c.family.window[0] + 2 for k in c.kv_lens),
+        lambda c: len(c.q_lens) > 16,
+        lambda c: c.family.window[0] > 0 and c.family.softcap > 0 and c.sinks != "none",
+        lambda c: c.family.window != (-1, -1) and not c.family.softcap and c.sinks == "none",
+        lambda c: c.family.window == (-1, -1) and not c.family.softcap and c.sinks != "none",
+        lambda c: not c.family.causal and c.family.window[1] > 0,
+        lambda c: c.family.group == 12,
+        lambda c: c.family.group == 5,
+        lambda c: c.family.kv_heads == 1 and c.family.group > 1,
+        lambda c: c.family.head_dim == 576 and c.family.head_dim_v == 512,
+        lambda c: c.cache_dtype == "e4m3" and c.dtype == "fp16",
+        lambda c: c.dtype == "fp32",
+        lambda c: c.tail_rows > 64,
+        *(lambda c, size=size: c.page_size == size for size in (1, 256)),
+        *(lambda c, layout=layout: c.layout == layout for layout in LAYOUTS),
+        *(lambda c, scales=scales: c.scales == scales for scales in SCALES),
+        *(lambda c, inputs=inputs: c.inputs == inputs for inputs in INPUT_CLASSES),
+        lambda c: c.padded_seqs > 0 and c.give_out,
+        lambda c: c.shared_prefix > 0 and sum(n // c.page_size for n in c.shared) > 0,
+    ],
+)
+def test_every_feature_of_a_case_is_drawn(wanted: Callable[[Case], bool]) -> None:
+    assert any(map(wanted, many(EVERYTHING)))
+
+
+def test_what_a_record_promises_is_drawn_and_nothing_else() -> None:
+    assert {"tiny-v", "logits-1e36"} <= {case.inputs for case in many(PROMISES)}
+    assert "logits-1e36" not in {case.inputs for case in many(EVERYTHING)}
+    assert {case.give_out for case in many(PROMISES)} == {False, True}

@@ -17,7 +17,9 @@ import tempfile
 import time
 from collections.abc import Mapping
 
+from oracle.isolation.faults import read_fault
 from oracle.isolation.outcome import Failure, FailureKind, one_line, tail
+from oracle.isolation.packing import Packing
 from oracle.isolation.shared import Arena
 
 _MAX_REPLY = 1 << 16  # bytes; a description with its record takes a few thousand
@@ -35,6 +37,7 @@ class Child:
         """Started, in a session of its own, and not yet waited for."""
         self._target = target
         self._asked = 0  # requests sent; the process counts along
+        self._packing: Packing | None = None  # of the latest request
         with contextlib.ExitStack() as mine, contextlib.ExitStack() as its:
             self.arena = Arena.create()
             mine.callback(self.arena.close)
@@ -75,13 +78,14 @@ class Child:
         """What the process says of the kernel once it has loaded it."""
         return self._receive("while it was loaded", timeout_s)
 
-    def ask(self, request: dict[str, object], timeout_s: float) -> dict[str, object] | Failure:
-        """The reply to `request`, or why there is none within `timeout_s`."""
+    def ask(self, request: dict[str, object], timeout_s: float, packing: Packing) -> dict[str, object] | Failure:
+        """The reply to `request`, or why there is none within `timeout_s`; its tensors lie in the arena as `packing` says."""
         if self._ended():
             return self._ending("after the previous call")
         if os.fstat(self._log.fileno()).st_size:
             os.ftruncate(self._log.fileno(), 0)
         self._asked += 1
+        self._packing = packing
         deadline = time.monotonic() + timeout_s
         data = json.dumps({"id": self._asked} | request).encode() + b"\n"
         while data:
@@ -167,6 +171,8 @@ class Child:
             return self.failure(FailureKind.EXITED, f"its process exited with status {status} {when}")
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         hint = " (by the system, for want of memory?)" if name == "SIGKILL" else ""
+        if name == "SIGSEGV" and self._packing is not None and (fault := read_fault(self.arena.notes())):
+            hint = f" {words}" if (words := self._packing.words(fault)) else ""
         return self.failure(FailureKind.SIGNAL, f"its process was ended by {name}{hint} {when}")
 
     def _kill(self) -> None:

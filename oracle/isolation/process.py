@@ -12,6 +12,7 @@ the same files and the same network.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import sys
 import weakref
@@ -26,8 +27,9 @@ from torch import Tensor
 from oracle.contract import Call
 from oracle.isolation.child import Child
 from oracle.isolation.outcome import Description, Failure, FailureKind, Returned, one_line
+from oracle.isolation.packing import Packing, pack
 from oracle.isolation.record import RecordError, record_from_json
-from oracle.isolation.shared import Packing, TensorSpec, aligned, dtype_name, pack, rebuild
+from oracle.isolation.shared import TensorSpec, dtype_name, rebuild
 
 START_TIMEOUT_S = 600.0  # importing a kernel may build an extension
 
@@ -49,7 +51,8 @@ class KernelProcess:
         """Starts nothing yet.
 
         `target` is "module:function" or "file.py:function" (`locate` gives it).  `device` is "cpu" or "cuda".  On the CPU the
-        kernel's module, the tensors of a call and what the kernel allocates share `memory_limit_bytes` of address space.
+        kernel's module, the tensors of a call (sparse ones apart) and what the kernel allocates share `memory_limit_bytes` of
+        address space.
         `threads` are torch's and OpenMP's; two, so that a race between threads can show.  `environment` is added to this
         process's own.
         """
@@ -91,7 +94,8 @@ class KernelProcess:
         """The result of one call with the keyword arguments that the kernel names, or why there is none after `timeout_s`.
 
         The start of a process does not count against `timeout_s`.  The tensors of `call` must be on the CPU; the kernel works
-        on copies.  Raises MemoryError where the machine lacks the memory for these.
+        on copies.  On the CPU the storage of each copy ends at a guard page: an access past it ends the kernel's process, and the
+        failure says so.  Raises MemoryError where the machine lacks the memory for the copies.
         """
         described = self.describe()
         if isinstance(described, Failure):
@@ -189,10 +193,10 @@ def _request(kernel: Description, call: Call, want_lse: bool) -> _Request:
     if "out" not in packing.specs:
         dtype = torch.bfloat16 if call.q.dtype in _FP8 else call.q.dtype
         results["out"] = _contiguous(end, dtype, (rows, heads, call.v_cache.shape[-1]))
-        end += aligned(results["out"].nbytes)
+        end += _whole_pages(results["out"].nbytes)
     if wants_lse:
         results["lse"] = _contiguous(end, torch.float32, (rows, heads))
-        end += aligned(results["lse"].nbytes)
+        end += _whole_pages(results["lse"].nbytes)
 
     def encoded(name: str, value: object) -> object:
         return {"tensor": packing.specs[name].as_json()} if isinstance(value, Tensor) else value
@@ -202,8 +206,14 @@ def _request(kernel: Description, call: Call, want_lse: bool) -> _Request:
         "keywords": {name: encoded(name, value) for name, value in keywords.items()},
         "results": {name: spec.as_json() for name, spec in results.items()},
         "want_lse": wants_lse,
+        "guards": packing.guards,
+        "sparse": [(at, len(packing.storages[at])) for at in packing.sparse],
     }
     return _Request(packing, results, end, message)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _contiguous(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
@@ -215,17 +225,21 @@ def _contiguous(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSp
 def _call(child: Child, kernel: Description, call: Call, timeout_s: float, want_lse: bool) -> Returned | Failure:
     request = _request(kernel, call, want_lse)
     arena = child.arena
-    arena.reserve(request.nbytes)
-    request.packing.write(arena)
+    packing = request.packing
+    arena.reserve(request.nbytes, (*packing.backing, (packing.end, request.nbytes)))
+    packing.write(arena)
     for spec in request.results.values():
         arena.blank(spec.at, spec.nbytes)  # a result that is not written must not be that of an earlier call
-    reply = child.ask(request.message | {"arena_nbytes": arena.nbytes}, timeout_s)
+    reply = child.ask(request.message | {"arena_nbytes": arena.nbytes}, timeout_s, packing)
     if isinstance(reply, Failure):
         return reply
     # Private copies before anything is looked at: the kernel's threads may still be writing.
     own = {name: arena.copy(spec.at, spec.nbytes) for name, spec in request.results.items()}
-    if given := request.packing.specs.get("out"):
+    if given := packing.specs.get("out"):
         own["out"] = arena.copy(given.at, given.nbytes)
+    changed = packing.changed(arena, "out")
+    if packing.sparse:
+        arena.release(min(packing.sparse))
     seconds = reply.get("seconds")
     if type(seconds) is not float or not (math.isfinite(seconds) and seconds >= 0):
         return child.failure(FailureKind.TAMPERED, f"its reply has seconds = {seconds!r:.80}, expected a time")
@@ -234,5 +248,5 @@ def _call(child: Child, kernel: Description, call: Call, timeout_s: float, want_
         out_storage=own["out"] if given else None,
         lse=rebuild(own["lse"], request.results["lse"]) if "lse" in request.results else None,
         seconds=seconds,
-        changed_inputs=request.packing.changed(arena, "out"),
+        changed_inputs=changed,
     )

@@ -1,21 +1,24 @@
 """Tensors in memory that two processes share.
 
-The parent lays the storages of a call one after the other into an anonymous file, and tells the child where they lie.  The
-file is sealed against shrinking: a mapping of it never loses its pages, so nothing that the child does to the file can raise
+The parent lays the storages of a call into an anonymous file (`oracle.isolation.packing`), and tells the child where they lie.
+The file is sealed against shrinking: a mapping of it never loses its pages, so nothing that the child does to the file can raise
 SIGBUS in the parent.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 512  # bytes; what torch's CUDA allocator gives, and a multiple of the CPU allocator's 64
+from oracle.isolation.faults import address_of
+from oracle.isolation.sparse import Extents
+
 _GROWTH = 1 << 20  # bytes: a finer step would map the file anew for nearly every new shape
 _CHUNK = 1 << 17  # bytes compared at once: fits the cache, and malloc serves it without mmap
 
@@ -59,18 +62,18 @@ def rebuild(storage: Tensor, spec: TensorSpec) -> Tensor:
     return storage[:whole].view(dtype).as_strided(spec.shape, spec.strides, spec.offset)
 
 
-def aligned(nbytes: int) -> int:
-    """`nbytes`, up to the next multiple of the alignment."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 class Arena:
-    """A file in memory, mapped.  The parent creates and grows it; the child opens the inherited file descriptor."""
+    """A file in memory, mapped.  The parent creates and grows it; the child opens the inherited file descriptor.
+
+    Its first page is for notes (`oracle.isolation.faults`), the rest for tensors.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.nbytes = 0  # how much of the file this process uses; set by `reserve`, or in the child by the request
+        self._backed = 0  # bytes from the start of the file that are known to have memory
         self._map: mmap.mmap | None = None
+        self._guards: tuple[int, ...] = ()  # pages of the mapping that may not be touched
 
     @classmethod
     def create(cls) -> Arena:
@@ -80,20 +83,35 @@ class Arena:
         fd = os.memfd_create("oracle-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         arena = cls(fd)
-        arena.reserve(1)  # an empty file cannot be mapped
+        arena.reserve(mmap.PAGESIZE, ((0, mmap.PAGESIZE),))  # an empty file cannot be mapped
         return arena
 
-    def reserve(self, nbytes: int) -> None:
-        """At least `nbytes` bytes are there, backed by memory.  Raises MemoryError where the machine has not so many."""
-        if nbytes <= self.nbytes:
-            return
-        size = -(-nbytes // _GROWTH) * _GROWTH
+    def reserve(self, nbytes: int, extents: Extents) -> None:
+        """At least `nbytes` bytes are there, those of `extents` backed by memory.
+
+        Raises MemoryError where the machine has not so many.
+        """
+        # Not ftruncate alone: a page that cannot be had later would raise SIGBUS.
         try:
-            # Not ftruncate: a page that cannot be had later would raise SIGBUS.
-            os.posix_fallocate(self.fd, 0, size)
+            for start, stop in extents:
+                if start <= self._backed < stop:
+                    size = _rounded(stop, _GROWTH)
+                    os.posix_fallocate(self.fd, 0, size)
+                    self._backed = size
+                elif self._backed < start < stop:
+                    os.posix_fallocate(self.fd, start, stop - start)
         except OSError as e:
-            raise MemoryError(f"a call needs {size} bytes of shared memory: {e.strerror}") from e
-        self.nbytes = size
+            raise MemoryError(f"a call needs {sum(b - a for a, b in extents)} bytes of shared memory: {e.strerror}") from e
+        if max(nbytes, self._backed) > self.nbytes:
+            self.nbytes = max(_rounded(nbytes, _GROWTH), self._backed)
+            if os.fstat(self.fd).st_size < self.nbytes:  # the child can grow the file too
+                os.ftruncate(self.fd, self.nbytes)
+
+    def release(self, start: int) -> None:
+        """Bytes from `start` on read as zeros and take no memory until they are touched again."""
+        start = _rounded(start, mmap.PAGESIZE)
+        self._mapped().madvise(mmap.MADV_REMOVE, start, self.nbytes - start)
+        self._backed = min(self._backed, start)
 
     def span(self, at: int, nbytes: int) -> Tensor:
         """Bytes at..at+nbytes of the arena, as a storage of their own: (nbytes,) uint8, shared with the other process."""
@@ -101,15 +119,27 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._mapped(), dtype=torch.uint8, count=nbytes, offset=at)
 
+    def guard(self, pages: tuple[int, ...]) -> None:
+        """Whoever touches the pages that start at these bytes ends this process by SIGSEGV; no other page of the arena does."""
+        base = address_of(self._mapped())
+        if pages == self._guards:
+            return
+        for page in set(self._guards) - set(pages):
+            _protect(base + page, mmap.PROT_READ | mmap.PROT_WRITE)
+        for page in set(pages) - set(self._guards):
+            _protect(base + page, 0)
+        self._guards = pages
+
     # The parent copies by memoryview: torch would share the work among threads, which on a busy machine wait for one another.
 
-    def put(self, at: int, own: Tensor) -> None:
-        """The arena holds the bytes of `own` (nbytes,) uint8 at `at`."""
-        memoryview(self._mapped())[at : at + own.numel()] = own.numpy().data
+    def put(self, at: int, own: memoryview) -> None:
+        """The arena holds `own` at `at`."""
+        memoryview(self._mapped())[at : at + len(own)] = own
 
     def blank(self, at: int, nbytes: int) -> None:
         """Bytes at..at+nbytes are 255, which is NaN in every floating-point format."""
-        memoryview(self._mapped())[at : at + nbytes] = b"\xff" * nbytes
+        if nbytes:
+            memoryview(self._mapped())[at : at + nbytes] = b"\xff" * nbytes
 
     def copy(self, at: int, nbytes: int) -> Tensor:
         """Bytes at..at+nbytes, private: (nbytes,) uint8."""
@@ -117,89 +147,53 @@ class Arena:
         own.numpy().data[:] = memoryview(self._mapped())[at : at + nbytes]
         return own
 
-    def same(self, at: int, pristine: Tensor) -> bool:
-        """The arena holds the bytes of `pristine` (nbytes,) uint8 at `at`.
+    def same(self, at: int, own: memoryview) -> bool:
+        """The arena holds `own` at `at`.
 
         Each byte is copied out once and compared in private memory: the child may still be writing.
         """
-        own, shared = pristine.numpy().data, memoryview(self._mapped())
+        shared = memoryview(self._mapped())
         return all(
             bytes(shared[at + start : at + min(start + _CHUNK, len(own))]) == bytes(own[start : start + _CHUNK])
             for start in range(0, len(own), _CHUNK)
         )
+
+    def is_blank(self, at: int, nbytes: int) -> bool:
+        """Bytes at..at+nbytes are what `blank` makes them."""
+        return not nbytes or bytes(memoryview(self._mapped())[at : at + nbytes]) == b"\xff" * nbytes
+
+    def notes(self) -> bytes:
+        """The page of notes, private."""
+        return bytes(memoryview(self._mapped())[: mmap.PAGESIZE])
 
     def close(self) -> None:
         """The file is closed here; its memory is freed when nobody maps it any more."""
         self._map = None
         os.close(self.fd)
 
+    def address(self) -> int:
+        """Where this process has mapped the arena."""
+        return address_of(self._mapped())
+
     def _mapped(self) -> mmap.mmap:
         if self._map is None or len(self._map) < self.nbytes:
             # Tensors that someone kept hold the old mapping; it goes when they go.
             self._map = None
             self._map = mmap.mmap(self.fd, self.nbytes)
+            self._guards = ()
         return self._map
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Tensors laid out in an arena, each distinct storage once."""
-
-    specs: dict[str, TensorSpec]  # by the name of the argument
-    storages: dict[int, Tensor]  # the parent's own bytes, (nbytes,) uint8, by their place in the arena
-    end: int  # first free byte, aligned
-
-    def write(self, arena: Arena) -> None:
-        """The arena holds every storage; it has room for them."""
-        for at, own in self.storages.items():
-            arena.put(at, own)
-
-    def changed(self, arena: Arena, written: str) -> tuple[str, ...]:
-        """Names of the tensors, other than `written`, of which the arena holds other bytes than were put there.
-
-        Where only bytes between the elements changed, all tensors of that storage are named; except in the storage of
-        `written`, where such bytes are the caller's to judge.
-        """
-        free = self.specs[written].at if written in self.specs else None
-        names: set[str] = set()
-        for at, own in self.storages.items():
-            if own.numel() == 0 or (users := self._users(at, written)) == [] or arena.same(at, own):
-                continue
-            differs = arena.copy(at, own.numel()) != own
-            hit = [name for name in users if bool(_element_bytes(differs, self.specs[name]).any())]
-            names.update(hit if hit or at == free else users)
-        return tuple(name for name in self.specs if name in names)
-
-    def _users(self, at: int, written: str) -> list[str]:
-        return [name for name, spec in self.specs.items() if spec.at == at and spec.nbytes > 0 and name != written]
+def _rounded(n: int, step: int) -> int:
+    return -(-n // step) * step
 
 
-def pack(tensors: Mapping[str, Tensor]) -> Packing:
-    """`tensors` laid out from byte 0 of an arena.  Raises ValueError for one that is not on the CPU."""
-    specs: dict[str, TensorSpec] = {}
-    storages: dict[int, Tensor] = {}
-    places: dict[tuple[int, int], int] = {}  # address and size of a storage -> its place
-    end = 0
-    for name, tensor in tensors.items():
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name}: on {tensor.device}, expected the CPU; the kernel's process moves it to its device")
-        storage = tensor.untyped_storage()
-        at = places.setdefault((storage.data_ptr(), storage.nbytes()), end) if storage.nbytes() else end
-        if at == end:
-            storages[at] = storage_bytes(tensor)
-            end += aligned(storage.nbytes())
-        specs[name] = TensorSpec(
-            at=at,
-            nbytes=storage.nbytes(),
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            strides=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-        )
-    return Packing(specs, storages, end)
+def _protect(address: int, protection: int) -> None:
+    """Raises OSError where the system refuses."""
+    if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), protection):
+        raise OSError(ctypes.get_errno(), "mprotect of a guard page")
 
 
-def _element_bytes(flat: Tensor, spec: TensorSpec) -> Tensor:
-    """The entries of `flat` (nbytes,) that belong to the tensor of `spec`: (*shape, itemsize)."""
-    size = getattr(torch, spec.dtype).itemsize
-    return flat.as_strided((*spec.shape, size), (*(s * size for s in spec.strides), 1), spec.offset * size)
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import inspect
 import json
+import mmap
 import os
 import resource
 import signal
@@ -26,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracle.isolation.faults import note_mapping, tell_faults
 from oracle.isolation.locate import KernelImportError, KernelNotFound, load
 from oracle.isolation.outcome import FailureKind
 from oracle.isolation.shared import Arena, TensorSpec, dtype_name, rebuild, spec_from_json
+from oracle.isolation.sparse import Extents, touched
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _MAX_FILE = 1 << 30  # bytes: a kernel that prints without end must not fill the disk
@@ -59,11 +62,21 @@ def main() -> None:
         _send(reply_fd, {"id": 0, "failure": failure_message(e)})
         return
     _send(reply_fd, {"id": 0, "hello": hello})
-    arena = Arena(arena_fd)
+    arena, notes = Arena(arena_fd), mmap.mmap(arena_fd, mmap.PAGESIZE)
+    handler = tell_faults(notes)  # kept, for it is code that a signal jumps to
+    room, sparse = resource.getrlimit(resource.RLIMIT_AS)[0], 0
     with os.fdopen(request_fd, "rb") as requests:
         for line in requests:
             request: Message = json.loads(line)
             try:
+                if (wanted := sum(nbytes for _, nbytes in request["sparse"])) > sparse:
+                    sparse = wanted
+                    _make_room(room, 2 * sparse)  # for the arena, and for an older mapping of it that the kernel may have kept
+                arena.nbytes = request["arena_nbytes"]
+                if handler is not None:
+                    note_mapping(notes, arena.address())
+                if config["device"] == "cpu":
+                    arena.guard(tuple(request["guards"]))
                 reply: Message = {"seconds": _answer(kernel, arena, config["device"], request)}
             except BaseException as e:
                 reply = {"failure": failure_message(e)}
@@ -88,7 +101,7 @@ def _limit(config: Message) -> None:
     if config["device"] == "cpu":
         with open("/proc/self/statm") as f:
             size = int(f.read().split()[0]) * resource.getpagesize()
-        _lower(resource.RLIMIT_AS, size + config["memory_limit_bytes"])
+        _make_room(size + config["memory_limit_bytes"], 0)
     torch.set_num_threads(config["threads"])
     os.environ.pop("PYTHONPATH", None)
     if config["python_path"] is not None:
@@ -99,6 +112,14 @@ def _lower(limit: int, value: int) -> None:
     _, hard = resource.getrlimit(limit)
     if hard == resource.RLIM_INFINITY or hard > value:
         resource.setrlimit(limit, (value, value))
+
+
+def _make_room(nbytes: int, sparse: int) -> None:
+    """This process may have `nbytes` of address space and `sparse` more of which it will touch little; all, where it had all."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if nbytes != resource.RLIM_INFINITY:
+        soft = nbytes + sparse if hard == resource.RLIM_INFINITY else min(nbytes + sparse, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def load_kernel(target: str, device: str) -> tuple[Callable[..., object], ModuleType]:
@@ -161,9 +182,9 @@ def _source_sha256(kernel: Callable[..., object], module: ModuleType) -> str | N
 
 def _answer(kernel: Callable[..., object], arena: Arena, device: str, request: Message) -> float:
     """The kernel has been called once, its results and all that it wrote are in the arena.  Seconds that the call took."""
-    arena.nbytes = request["arena_nbytes"]
     shared: dict[tuple[int, int], Tensor] = {}
     storages: dict[tuple[int, int], Tensor] = {}
+    parts: dict[tuple[int, int], Extents] = {(at, nbytes): _parts(arena, at, nbytes) for at, nbytes in request["sparse"]}
 
     def argument(value: Any) -> object:
         if not isinstance(value, dict):
@@ -172,7 +193,10 @@ def _answer(kernel: Callable[..., object], arena: Arena, device: str, request: M
         key = spec.at, spec.nbytes
         if key not in shared:
             shared[key] = arena.span(*key)
-            storages[key] = shared[key].to(device)
+            storages[key] = shared[key]
+            if device != "cpu":
+                storages[key] = torch.zeros(spec.nbytes, dtype=torch.uint8, device=device)
+                _copy(storages[key], shared[key], parts.get(key))
         return rebuild(storages[key], spec)
 
     positional = [argument(value) for value in request["positional"]]
@@ -188,8 +212,20 @@ def _answer(kernel: Callable[..., object], arena: Arena, device: str, request: M
         rebuild(arena.span(spec.at, spec.nbytes), spec).copy_(tensor.detach())
     for key, storage in storages.items():
         if storage is not shared[key]:
-            shared[key].copy_(storage)
+            _copy(shared[key], storage, parts.get(key))
     return seconds
+
+
+def _parts(arena: Arena, at: int, nbytes: int) -> Extents:
+    """What the parent has put into a sparse storage, in bytes of that storage."""
+    found = touched(arena.fd, at, at + nbytes)
+    return tuple((start - at, stop - at) for start, stop in found)
+
+
+def _copy(to: Tensor, of: Tensor, parts: Extents | None) -> None:
+    """`to` holds what `of` holds, both (nbytes,) uint8: all of it, or the given parts."""
+    for start, stop in parts if parts is not None else ((0, of.numel()),):
+        to[start:stop].copy_(of[start:stop])
 
 
 def _synchronize(device: str) -> None:
