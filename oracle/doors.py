@@ -81,8 +81,9 @@ def _floor(direction: str, sums: dict[str, Sums], keys: int, capped: bool, preci
         return math.inf  # the error of quantised inputs is one and the same for all rows: z says nothing
     own, eps_tanh = sums[direction], precision.eps_tanh if capped else 0.0
     # an error of exp or tanh that follows the logits looks like another scale, the more the closer the logits lie; one of
-    # tanh alone moves weight to or from a sink
-    logits = eps_tanh * own.level + (precision.eps_exp * own.narrow if direction == "temperature" else 0.0)
+    # one sign moves weight to or from a sink
+    exp = own.narrow if direction == "temperature" else own.weight
+    logits = eps_tanh * own.level + precision.eps_exp * exp
     logits = logits / own.b if own.b > 0 else 0.0
     # accumulators without guard bits lose weight in proportion to the keys; and a coarse P, rounded to nearest, is biased to
     # second order, since there are more small weights than large ones

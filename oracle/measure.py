@@ -61,6 +61,7 @@ class Sums:
     elements: int = 0
     narrow: float = 0.0  # sum of b_r over the deviation of the row's logits
     level: float = 0.0  # sum of the a_r of a kernel whose logits are all off by their own size, and by one sign
+    weight: float = 0.0  # sum of the a_r of a kernel whose exp is twice too large for all keys, and right for the sink
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -72,6 +73,7 @@ class Sums:
             elements=self.elements + other.elements,
             narrow=self.narrow + other.narrow,
             level=self.level + other.level,
+            weight=self.weight + other.weight,
         )
 
 
@@ -257,11 +259,12 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
     scaled = err * inverse
     steepness = torch.where(x.deviation > 0, 1.0 / x.deviation, 0.0)
     rms = x.s2 / x.mass.clamp(min=1e-300).sqrt()
-    beside = (1 - x.mass).clamp(min=0.0) * rms  # a shift of all logits moves the output by itself, beside a sink
+    beside = (1 - x.mass).clamp(min=0.0)  # of the output: what a shift of all logits moves it by, a nat, beside a sink
     sums = {}
     for name, g in (("gain", x.out), ("temperature", x.slope), ("bias", b)):
         weight = g * inverse
         a, bb = (scaled * weight).sum(-1), (weight * weight).sum(-1)
+        shifted = beside * (x.out * inverse * weight).abs().sum(-1)
         sums[name] = Sums(
             a=float(a.sum()),
             b=float(bb.sum()),
@@ -270,9 +273,8 @@ def _sums(truth: Truth, out: Tensor, counted: Tensor) -> dict[str, Sums]:
             bb=float((bb * bb).sum()),
             elements=int(counted.sum()),
             narrow=float((bb * steepness).sum()),
-            level=float(
-                (bb * steepness * rms if name == "temperature" else beside * (x.out * inverse * weight).abs().sum(-1)).sum()
-            ),
+            level=float((bb * steepness * rms if name == "temperature" else rms * shifted).sum()),
+            weight=float(shifted.sum()),
         )
     return sums
 

@@ -489,6 +489,17 @@ def test_capped_logits_that_are_all_off_by_one_sign_move_weight_to_or_from_a_sin
             assert len(slope_findings([replace(case, candidate=replace(case.candidate, sums=sums))], Record())[0]) == found, name
 
 
+def test_an_exp_that_is_off_by_one_sign_moves_weight_to_or_from_a_sink() -> None:
+    """By eps_exp times `weight`, which is no fault; twice that is."""
+    for share, found in ((0.9, 0), (2.0, 1)):
+        case = leaning("bias", 0.08, effect=1.0)
+        assert case.candidate is not None
+        sums = case.candidate.sums
+        weight = 0.08 / share * 2.0**13 * sums["bias"].b  # the slope is this share of the floor
+        sums = sums | {"bias": replace(sums["bias"], weight=weight)}
+        assert len(slope_findings([replace(case, candidate=replace(case.candidate, sums=sums))], Record())[0]) == found
+
+
 def test_the_pool_that_comes_nearest_is_told() -> None:
     cases = [leaning("gain", 2e-4, effect=100.0), leaning("gain", -3e-4, effect=100.0, inputs="flat")]
     slopes = slope_findings(cases, Record())[1]

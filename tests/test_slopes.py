@@ -140,6 +140,9 @@ def test_a_shift_of_all_logits_shows_beside_a_sink_only() -> None:
             moved = attend(replace(call, softmax_scale=call.softmax_scale * (1 + shift)), truth.rows, 2.0**-8).out
             sums = measure(truth, call, moved, None).sums["gain"]
             assert slope(sums).beta == pytest.approx(shift * sums.level / sums.b, rel=0.1)
+            lower = replace(call, sinks=torch.full((4,), 155.0 - 2.0**-12))  # as if exp were too large by that for every key
+            sums = measure(truth, call, attend(lower, truth.rows, 2.0**-8).out, None).sums["gain"]
+            assert slope(sums).beta == pytest.approx(2.0**-12 * sums.weight / sums.b, rel=0.1)
         else:
             sums = measure(truth, call, truth.exact.out.bfloat16(), None).sums["gain"]
             assert sums.level == pytest.approx(0.0, abs=1e-9 * sums.b)
