@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from pathlib import Path
 import torch
 
 import oracle
-from oracle.accept import Asked, accept
+from oracle.accept import Asked
 from oracle.doors import looser_than_default
+from oracle.exam import timed
 from oracle.kernels.emulated import VARIANTS
 from oracle.kernels.emulated import __getattr__ as variant
 from oracle.mutants.planted import FAULTS
@@ -39,9 +39,8 @@ def judged(runs: list[Run]) -> list[tuple[Run, Verdict, float]]:
     """The verdict of each run and the seconds it took; equal cases are prepared once."""
     prepare, results = shared_preparation(), []
     for run in runs:
-        start = time.perf_counter()
-        verdict = accept(Asked(candidate=run.target, seed=run.seed, against=run.against), make=prepare)
-        results.append((run, verdict, time.perf_counter() - start))
+        verdict, seconds = timed(Asked(candidate=run.target, seed=run.seed, against=run.against), prepare)
+        results.append((run, verdict, seconds))
         print(f"{run.target} seed {run.seed}: {verdict.outcome} {', '.join(verdict.reasons)}", file=sys.stderr, flush=True)
         for finding in verdict.findings[:2] if "emulated" in run.target else []:
             print(f"    {finding.reason} {finding.case} {finding.text}", file=sys.stderr, flush=True)
@@ -53,11 +52,7 @@ def batches(seeds: int, only: str) -> list[list[Run]]:
 
     A kernel of a looser contract is judged once, against itself: the only door open to it.
     """
-    faults = []
-    for name, fault in FAULTS.items():
-        loose = looser_than_default(fault.record.precision)
-        faults.append(Run(f"oracle.mutants.planted:{name}", 0, "oracle.kernels.emulated:p_e4m3" if loose else ""))
-    found = [faults]
+    found = [[Run(f"oracle.mutants.planted:{name}", 0, fault.against) for name, fault in FAULTS.items()]]
     for seed in range(seeds):
         runs = []
         for name in VARIANTS:

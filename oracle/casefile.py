@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
 
-from oracle.cases import Case, from_toml, read_cases, to_toml
+from oracle.cases import Case, read_case, read_cases, to_toml
 from oracle.errors import InputError
 
 
@@ -59,23 +59,13 @@ def read(path: Path) -> list[CaseFile]:
     """
     if path.is_dir():
         files, cases = sorted(path.glob("*.toml")), read_cases(path)
+    elif path.is_file():
+        files, cases = [path], [read_case(path)]
     else:
-        files, cases = [path], [_read_one(path)]
+        raise InputError(f"{path}: no such file or folder; `oracle fuzz` and `oracle capture` save cases")
     return [
         CaseFile(path=file, case=case, kernel=_about(file).get("kernel", "")) for file, case in zip(files, cases, strict=True)
     ]
-
-
-def _read_one(file: Path) -> Case:
-    """The case of one file, whatever lies beside it."""
-    if not file.is_file():
-        raise InputError(f"{file}: no such file or folder; `oracle fuzz` and `oracle capture` save cases")
-    try:
-        case = from_toml(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InputError(f"{file}: cannot be read as UTF-8 text: {problem}") from None
-    beside = file.parent / case.captured
-    return replace(case, captured=str(beside.resolve())) if case.captured and beside.is_file() else case
 
 
 def _about(file: Path) -> dict[str, str]:

@@ -169,18 +169,20 @@ def read_cases(folder: Path) -> list[Case]:
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise InputError(f"{folder}: no *.toml case in it; `oracle accept --list` shows the cases of the built-in suite")
-    cases = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise InputError(f"{file}: cannot be read as UTF-8 text: {problem}") from None
-        case = from_toml(text, str(file))
-        beside = file.parent / case.captured
-        if case.captured and (beside.is_file() or case.captured.removesuffix(".safetensors") not in shipped()):
-            case = replace(case, captured=str(beside.resolve()))
-        cases.append(case)
-    return cases
+    return [read_case(file) for file in files]
+
+
+def read_case(file: Path) -> Case:
+    """The case of one file, whatever lies beside it but for its capture.  Raises InputError where it is malformed."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InputError(f"{file}: cannot be read as UTF-8 text: {problem}") from None
+    case = from_toml(text, str(file))
+    beside = file.parent / case.captured
+    if case.captured and (beside.is_file() or case.captured.removesuffix(".safetensors") not in shipped()):
+        return replace(case, captured=str(beside.resolve()))
+    return case
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Case)}

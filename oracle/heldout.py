@@ -6,7 +6,7 @@ head or one lane of the output is wrong.  What slips through names the value or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -24,7 +24,7 @@ from oracle.references.emulator import emulate, record_of
 from oracle.scope import Scope
 from oracle.streams import Stream
 from oracle.suite import build
-from oracle.trial import Prepared, prepare
+from oracle.trial import prepare
 
 EXTENTS = ("row", "head", "lane")
 DAMAGES = ("large", "neighbour")
@@ -64,9 +64,9 @@ class HeldOut:
         return torch.where(wrong, other, out)
 
 
-def draw(seed: int, count: int, factors: dict[str, Sequence[Any]] | None = None) -> list[HeldOut]:
+def draw(seed: int, count: int) -> list[HeldOut]:
     """`count` faults: every second one strikes at a single value, the others at a pair.  Same arguments, same faults."""
-    table = FACTORS | PLACEMENT if factors is None else factors
+    table = FACTORS | PLACEMENT
     stream = Stream(seed, "held-out")
     pairs = list(combinations(table, 2))
 
@@ -87,9 +87,7 @@ def draw(seed: int, count: int, factors: dict[str, Sequence[Any]] | None = None)
     return faults
 
 
-def survivors(
-    faults: Sequence[HeldOut], cases: Sequence[Case], record: Record, make: Callable[[Case, Record], Prepared] = prepare
-) -> tuple[list[HeldOut], list[HeldOut]]:
+def survivors(faults: Sequence[HeldOut], cases: Sequence[Case], record: Record) -> tuple[list[HeldOut], list[HeldOut]]:
     """(faults that change some output and keep e <= 1 on every case, faults that change none).
 
     The kernel on trial is a textbook one whose outputs are damaged where a fault strikes.  The next head in the place of the
@@ -100,7 +98,7 @@ def survivors(
         struck = [fault for fault in alive if fault.strikes(case)]
         if not struck:
             continue
-        prepared = make(case, record)
+        prepared = prepare(case, record)
         truth, call = prepared.truth, without_fill(prepared.laid)
         out, _ = emulate(prepared.laid.call, Arithmetic(), truth.rows)
         for fault in struck:

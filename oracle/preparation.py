@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from oracle.cases import Case
 from oracle.contract import Record
 from oracle.material import Material, material
@@ -12,10 +10,10 @@ from oracle.pool import Fill, lay_out, without_fill
 from oracle.references.attention import Exact
 from oracle.references.bound import bound, tie_width
 from oracle.rows import sample_rows
-from oracle.trial import Prepared, contract_of
+from oracle.trial import Prepare, Prepared, contract_of
 
 
-def shared_preparation() -> Callable[[Case, Record], Prepared]:
+def shared_preparation() -> Prepare:
     """What `oracle.trial.prepare` gives, bit for bit, in a fraction of its time where a case comes again."""
     materials: dict[Case, Material] = {}
     answers: dict[tuple[object, ...], Exact] = {}

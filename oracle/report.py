@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oracle.exam_text import Sheet
 from oracle.families import Family
 from oracle.kernels.table import KernelRow
 from oracle.verdict import Coverage, Finding, Outcome, Ratio, Verdict
+
+if TYPE_CHECKING:
+    from oracle.exam_text import Sheet
 
 VERSION = 1  # of the JSON form; oracle/schema/verdict.schema.json describes it
 STYLES = {
