@@ -1,7 +1,7 @@
 """The gate's own exam: `make exam` writes docs/exam.md.
 
-Every mutant must be rejected for a reason that names its fault, and every correct kernel accepted with every seed.  An hour on
-two cores.
+Every mutant must be rejected for a reason that names its fault, and every correct kernel accepted with every seed.  Two hours
+on two cores.
 """
 
 from __future__ import annotations

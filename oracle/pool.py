@@ -79,7 +79,7 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     own = _page_ids(stream, shape, sum(pages) - sum(common))
     rows: list[Tensor] = []
     for count, of_first in zip(pages, common, strict=True):
-        rows.append(torch.cat([rows[0][:of_first], own[: count - of_first]]) if rows else own[:count])
+        rows.append(torch.cat([rows[0][:of_first], own[: count - of_first]]) if of_first else own[:count])
         own = own[count - of_first :]
     ids = torch.cat(rows) if rows else own
     filled = _filled_pages(case, shape, ids)

@@ -8,6 +8,8 @@ from oracle.cases import Case
 from oracle.contract import Record
 from oracle.inputs import EXTRA_NAMES, INPUT_CLASSES
 
+MOST_INTERPRETED = 10_000  # sequences of a call that an interpreter goes through in a minute or two
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
@@ -50,6 +52,8 @@ class Scope:
             return f"no page size {case.page_size}"
         if r.groups is not None and f.group not in r.groups:
             return f"no group of {f.group}"
+        if r.interpreted and len(case.q_lens) > MOST_INTERPRETED:
+            return f"{len(case.q_lens):,} sequences take an interpreter too long"
         promised = {"tiny-v": not r.precision.flush_to_zero, "logits-1e36": r.precision.subtract_first}
         if not promised.get(case.inputs, True):
             return f"no promise for {case.inputs}"

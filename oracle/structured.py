@@ -32,6 +32,7 @@ BATCH_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the same,
     "window+sinks": ({"window": (20, 0), "sinks": True}, {"sinks": "dominant"}),
     "8-bit": ({}, {"cache_dtype": "e4m3", "scales": "kv-per-sequence"}),
 }
+GRID_LIMIT = 65_535  # programs of a CUDA grid along y and z
 CAPTURES = {  # shipped captures: file -> (family, tokens)
     "smollm2-layer00.safetensors": ("smollm2", 640),
     "smollm2-layer18.safetensors": ("smollm2", 640),
@@ -161,7 +162,8 @@ def _long_option_cases(scope: Scope, seed: int) -> list[Case]:
 
 
 def _batch_cases(scope: Scope, seed: int) -> list[Case]:
-    """Each of BATCH_OPTIONS in a decode batch of 260, beyond what 128 or 256 threads or programs hold."""
+    """Each of BATCH_OPTIONS in a decode batch of 260, beyond what 128 or 256 threads or programs hold; then six sequences in a
+    batch of more than GRID_LIMIT, the others empty."""
     cases = []
     for option, (family, case) in BATCH_OPTIONS.items():
         name = f"batch-260/{option}"
@@ -175,7 +177,10 @@ def _batch_cases(scope: Scope, seed: int) -> list[Case]:
             seed=case_seed(seed, name),
         )
         cases.append(replace(plain, **case))
-    return cases
+    name = "batch-65538"
+    idle = (0,) * (GRID_LIMIT - 3)
+    q_lens, kv_lens = (1, 1, 1, *idle, 5, 1, 3), (40, 3, 1, *idle, 70, 5, 17)
+    return [*cases, replace(cases[0], name=name, q_lens=q_lens, kv_lens=kv_lens, seed=case_seed(seed, name))]
 
 
 def _far_cases(scope: Scope, seed: int) -> list[Case]:
