@@ -54,6 +54,8 @@ class Asked:
     profile: str = ""  # "" = quick for kernels that declare themselves interpreted, else default
     seed: int | None = None  # None = a hash of the candidate's source and the suite's version
     within_fp32: float | None = None
+    sanitize: bool = False  # on cuda: the candidate under compute-sanitizer
+    graph: bool = False  # on cuda: the candidate's answers from replays of CUDA graphs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,13 +69,20 @@ class Candidate:
     scope: Scope
 
 
-def open_kernel(name: str, device: str) -> Candidate:
+def open_kernel(name: str, device: str, *, sanitize: bool = False, graph: bool = False) -> Candidate:
     """The kernel called `name`, loaded in a process of its own.  Raises InputError where it cannot be."""
     try:
         target = locate(name, {key: row.target for key, row in KERNELS.items()})
     except KernelNotFound as problem:
         raise InputError(str(problem)) from None
-    process = KernelProcess(target, device=device, memory_limit_bytes=MEMORY_LIMIT, threads=max(1, (os.cpu_count() or 2) - 1))
+    process = KernelProcess(
+        target,
+        device=device,
+        memory_limit_bytes=MEMORY_LIMIT,
+        threads=max(1, (os.cpu_count() or 2) - 1),
+        sanitize=sanitize,
+        graph=graph,
+    )
     description = process.describe()
     if isinstance(description, Failure):
         process.close()
@@ -112,6 +121,8 @@ def read_ahead(asked: Asked) -> list[Case]:
             raise InputError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
     if asked.profile not in ("", *PROFILES):
         raise InputError(f"no profile {asked.profile!r}; there are {', '.join(PROFILES)}")
+    if (asked.sanitize or asked.graph) and asked.device != "cuda":
+        raise InputError(f"--{'sanitize' if asked.sanitize else 'graph'}: got device {asked.device}; it is for --device cuda")
     if not asked.doors or not set(asked.doors) <= set(DOORS):
         raise InputError(f"doors allowed: {', '.join(asked.doors) or 'none'}; expected some of {', '.join(DOORS)}")
     return [] if asked.cases is None else read_cases(asked.cases)
@@ -148,7 +159,7 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None, ma
     `make` prepares the cases: who judges many kernels on the same ones keeps what he made.
     """
     own_cases = read_ahead(asked)
-    candidate = open_kernel(asked.candidate, asked.device)
+    candidate = open_kernel(asked.candidate, asked.device, sanitize=asked.sanitize, graph=asked.graph)
     other = None
     try:
         suite = plan(asked, candidate, own_cases)

@@ -13,6 +13,7 @@ from oracle.verdict import MEANINGS, Reason
 SHOWN = 4  # sequences named one by one
 
 EXPECTED: dict[Reason, str] = {  # what a right kernel does, where no single number says it
+    Reason.INVALID_ACCESS: "no access outside what the call gave",
     Reason.CRASH: "an answer",
     Reason.TIMEOUT: "an answer",
     Reason.OUT_OF_MEMORY: "an answer",

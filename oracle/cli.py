@@ -52,6 +52,8 @@ def cli() -> None:
 @click.option(
     "--within-fp32", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Also demand |out - fp32 reference| <= X."
 )
+@click.option("--sanitize", is_flag=True, help="CUDA: run KERNEL under compute-sanitizer; what it finds is a reason.")
+@click.option("--graph", is_flag=True, help="CUDA: take KERNEL's answers from replays of CUDA graphs.")
 @click.option("--list", "list_only", is_flag=True, help="Show what would be judged, as counts, and judge nothing.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the verdict as JSON as well.")
 def accept(json_file: Path | None, list_only: bool, doors: tuple[str, ...], **options: Any) -> int:

@@ -34,6 +34,7 @@ FAILURE_REASONS = {
     FailureKind.TIMEOUT: Reason.TIMEOUT,
     FailureKind.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
     FailureKind.WRONG_RESULT: Reason.WRONG_RESULT,
+    FailureKind.SANITIZER: Reason.INVALID_ACCESS,
     FailureKind.TAMPERED: Reason.TAMPERED,
 }
 

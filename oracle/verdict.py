@@ -22,6 +22,7 @@ EXIT_CODES = {Outcome.ACCEPT: 0, Outcome.REJECT: 1, Outcome.INCONCLUSIVE: 3, Out
 class Reason(StrEnum):
     """Why a kernel is rejected.  Where several hold, the one that stands first here explains the others."""
 
+    INVALID_ACCESS = "invalid-access"
     CRASH = "crash"
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out-of-memory"
@@ -51,6 +52,7 @@ class Reason(StrEnum):
 
 
 MEANINGS: dict[Reason, str] = {
+    Reason.INVALID_ACCESS: "compute-sanitizer saw it read or write outside what it was given",
     Reason.CRASH: "its process died: a signal, or it left by itself",
     Reason.TIMEOUT: "no answer in time",
     Reason.OUT_OF_MEMORY: "it asked for more memory than it may have",

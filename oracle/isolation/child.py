@@ -20,11 +20,14 @@ from collections.abc import Mapping
 from oracle.isolation.faults import read_fault
 from oracle.isolation.outcome import Failure, FailureKind, one_line, tail
 from oracle.isolation.packing import Packing
+from oracle.isolation.sanitizer import ENVIRONMENT as SANITIZED
+from oracle.isolation.sanitizer import TOOL, faults, sanitized
 from oracle.isolation.shared import Arena
 
 _MAX_REPLY = 1 << 16  # bytes; a description with its record takes a few thousand
 _POLL_MS = 50  # how soon an end is seen while a grandchild holds the pipes open; a reply itself is seen at once
 _GRACE_S = 5.0  # for a process that closed its end of the pipe to end
+_LAST_WORDS_S = 20.0  # for compute-sanitizer to print what it found
 _LOG_LINES = 30
 
 
@@ -32,10 +35,19 @@ class Child:
     """A running process that has loaded, or is loading, one kernel.  After a Failure it is good for nothing but `close`."""
 
     def __init__(
-        self, target: str, *, device: str, memory_limit_bytes: int, threads: int, environment: Mapping[str, str]
+        self,
+        target: str,
+        *,
+        device: str,
+        memory_limit_bytes: int,
+        threads: int,
+        environment: Mapping[str, str],
+        tool: str | None = None,
+        graph: bool = False,
     ) -> None:
-        """Started, in a session of its own, and not yet waited for."""
+        """Started, in a session of its own, and not yet waited for; under the compute-sanitizer at `tool`, where given."""
         self._target = target
+        self._sanitized = tool is not None
         self._asked = 0  # requests sent; the process counts along
         self._packing: Packing | None = None  # of the latest request
         with contextlib.ExitStack() as mine, contextlib.ExitStack() as its:
@@ -54,18 +66,20 @@ class Child:
                 "device": device,
                 "threads": threads,
                 "memory_limit_bytes": memory_limit_bytes,
-                "parent": os.getpid(),
+                "parent": None if tool else os.getpid(),
                 "fds": fds,
+                "graph": graph,
                 "python_path": environment.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
             }
+            command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "oracle.isolation.worker", json.dumps(config)]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "oracle.isolation.worker", json.dumps(config)],
+                sanitized(tool, command) if tool else command,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=fds,
                 start_new_session=True,
-                env=os.environ | here | dict(environment),
+                env=os.environ | here | (SANITIZED if tool else {}) | dict(environment),
             )
             mine.callback(self._kill)
             self._resources = mine.pop_all()
@@ -102,11 +116,27 @@ class Child:
 
     def failure(self, kind: FailureKind, text: str, traceback: str = "") -> Failure:
         """A failure of this kernel, with what it has printed since the last request."""
-        size = os.fstat(self._log.fileno()).st_size
-        printed = os.pread(self._log.fileno(), _MAX_REPLY, max(0, size - _MAX_REPLY)).decode(errors="replace")
+        if self._sanitized and kind in (FailureKind.EXCEPTION, FailureKind.EXITED, FailureKind.SIGNAL):
+            if self._process.returncode is None:
+                self._finish()
+            if found := faults(self._printed()):
+                kind, text = FailureKind.SANITIZER, f"{found[0]} ({TOOL})"
+        printed = self._printed()
         return Failure(
             kind=kind, text=one_line(f"{self._target}: {text}"), traceback=tail(traceback, 12), log=tail(printed, _LOG_LINES)
         )
+
+    def _printed(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _MAX_REPLY, max(0, size - _MAX_REPLY)).decode(errors="replace")
+
+    def _finish(self) -> None:
+        """The process has been given a while to end by itself: what the tool has to say it says then."""
+        with contextlib.suppress(OSError):
+            os.write(self._request_fd, b"\n")  # no request: the process ends
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self._ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_MS / 1e3)
 
     def _receive(self, when: str, timeout_s: float) -> dict[str, object] | Failure:
         deadline = time.monotonic() + timeout_s

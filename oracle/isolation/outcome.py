@@ -21,6 +21,7 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"  # no answer in time; the process was killed
     OUT_OF_MEMORY = "out_of_memory"  # it asked for more than its memory limit, or than the device has
     WRONG_RESULT = "wrong_result"  # what it returned has another type, dtype, shape or device than the contract says
+    SANITIZER = "sanitizer"  # compute-sanitizer found a fault
     TAMPERED = "tampered"  # something wrote to the control channel, or the source changed between two processes
     NOT_FOUND = "not_found"  # wrong usage: no such file, module or function
     IMPORT_ERROR = "import_error"  # wrong usage: the kernel's module cannot be imported

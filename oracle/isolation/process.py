@@ -29,6 +29,7 @@ from oracle.isolation.child import Child
 from oracle.isolation.outcome import Description, Failure, FailureKind, Returned, one_line
 from oracle.isolation.packing import Packing, pack
 from oracle.isolation.record import RecordError, record_from_json
+from oracle.isolation.sanitizer import TOOL, sanitizer
 from oracle.isolation.shared import TensorSpec, dtype_name, rebuild
 
 START_TIMEOUT_S = 600.0  # importing a kernel may build an extension
@@ -47,6 +48,8 @@ class KernelProcess:
         memory_limit_bytes: int = 8 << 30,
         threads: int = 2,
         environment: Mapping[str, str] | None = None,
+        sanitize: bool = False,
+        graph: bool = False,
     ) -> None:
         """Starts nothing yet.
 
@@ -54,7 +57,8 @@ class KernelProcess:
         kernel's module, the tensors of a call (sparse ones apart) and what the kernel allocates share `memory_limit_bytes` of
         address space.
         `threads` are torch's and OpenMP's; two, so that a race between threads can show.  `environment` is added to this
-        process's own.
+        process's own.  On "cuda", `sanitize` runs the process under compute-sanitizer, whose findings are failures, and `graph`
+        answers from replays of CUDA graphs.
         """
         self.target = target
         self.restarts = 0  # processes started after the first
@@ -62,6 +66,7 @@ class KernelProcess:
         self._memory_limit_bytes = memory_limit_bytes
         self._threads = threads
         self._environment = dict(environment or {})
+        self._sanitize, self._graph = sanitize, graph
         self._child: Child | None = None
         self._finalizer: weakref.finalize[[], KernelProcess] | None = None
         self._description: Description | None = None  # of the first process; every later one must agree
@@ -116,6 +121,10 @@ class KernelProcess:
         if sys.platform != "linux":
             text = f"{self.target}: kernels run in a process with sealed shared memory, which {sys.platform} lacks; use Linux"
             return Failure(kind=FailureKind.UNAVAILABLE, text=text)
+        tool = sanitizer() if self._sanitize else None
+        if self._sanitize and tool is None:
+            text = f"{self.target}: {TOOL} is not on the PATH; it comes with the CUDA toolkit"
+            return Failure(kind=FailureKind.UNAVAILABLE, text=text)
         self.restarts = self._started
         self._started += 1
         self._child = child = Child(
@@ -124,6 +133,8 @@ class KernelProcess:
             memory_limit_bytes=self._memory_limit_bytes,
             threads=self._threads,
             environment=self._environment,
+            tool=tool,
+            graph=self._graph,
         )
         self._finalizer = weakref.finalize(self, child.close)
         hello = child.hello(START_TIMEOUT_S)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from oracle.isolation.faults import note_mapping, tell_faults
+from oracle.isolation.graphs import Graphed
 from oracle.isolation.locate import KernelImportError, KernelNotFound, load
 from oracle.isolation.outcome import FailureKind
 from oracle.isolation.shared import Arena, TensorSpec, dtype_name, rebuild, spec_from_json
@@ -62,11 +63,15 @@ def main() -> None:
         _send(reply_fd, {"id": 0, "failure": failure_message(e)})
         return
     _send(reply_fd, {"id": 0, "hello": hello})
+    if config["graph"]:
+        kernel = Graphed(kernel)
     arena, notes = Arena(arena_fd), mmap.mmap(arena_fd, mmap.PAGESIZE)
     handler = tell_faults(notes)  # kept, for it is code that a signal jumps to
     room, sparse = resource.getrlimit(resource.RLIMIT_AS)[0], 0
     with os.fdopen(request_fd, "rb") as requests:
         for line in requests:
+            if not line.strip():
+                return
             request: Message = json.loads(line)
             try:
                 if (wanted := sum(nbytes for _, nbytes in request["sparse"])) > sparse:
@@ -83,10 +88,10 @@ def main() -> None:
             _send(reply_fd, {"id": request["id"]} | reply)
 
 
-def _die_with(parent: int) -> None:
-    """The kernel of the system ends this process with the thread that started it."""
+def _die_with(parent: int | None) -> None:
+    """The kernel of the system ends this process with the thread that started it; None = whoever that is."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
@@ -124,8 +129,13 @@ def _make_room(nbytes: int, sparse: int) -> None:
 
 def load_kernel(target: str, device: str) -> tuple[Callable[..., object], ModuleType]:
     """The kernel and its module, where this machine has the device.  Raises Refusal."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal(FailureKind.UNAVAILABLE, "device cuda: torch finds none on this machine")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise Refusal(FailureKind.UNAVAILABLE, "device cuda: torch finds none on this machine")
+        try:
+            torch.zeros(1, device=device)
+        except RuntimeError as e:
+            raise Refusal(FailureKind.UNAVAILABLE, f"device cuda: cannot be used: {e}") from None
     try:
         return load(target)
     except KernelNotFound as e:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oracle.contract import Call
-from oracle.relations.sides import Piece, Side, chunk, cut, first, on_bits, other, own, values_shifted, whole
+from oracle.relations.sides import Piece, Side, as_it_is, chunk, cut, first, on_bits, other, own, values_shifted, whole
 from oracle.scope import Scope
 from oracle.streams import Stream
 
@@ -101,6 +101,16 @@ def _shared(call: Call, pages: int) -> Call:
 
 
 # Chunks and batches
+
+
+def shortened(base: Side) -> Side:
+    """Every sequence has half of its keys, in a call that has room for all."""
+    return replace(base, change=lambda call: replace(call, seqused_k=call.seqused_k // 2))
+
+
+def whole_again(base: Side, stream: Stream, scope: Scope) -> Sides:
+    longer = replace(own(base, "with twice as many keys in the same shapes"), change=as_it_is)
+    return longer, other(base, "once more, after longer sequences in the same shapes")
 
 
 def chunked(base: Side, stream: Stream, scope: Scope) -> Sides:

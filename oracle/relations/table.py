@@ -2,7 +2,7 @@
 
 A relation demands no more than correct kernels keep: split-KV and tile heuristics may look at lengths, batch sizes, options
 and strides, and so move bits within the bound; they may not look at values, and a power of two moves no rounding.
-Replay of a CUDA graph is not among them: the contract has no call that captures.
+`oracle accept --graph` puts them to replays of CUDA graphs, whose plans change between captures and replays.
 """
 
 from __future__ import annotations
@@ -139,6 +139,15 @@ RELATIONS: dict[str, Relation] = {
         sides=changes.last_queries_not_causal,
         controls=changes.not_causal,
         refuses=_takes("causal"),
+    ),
+    "more-keys": Relation(
+        level=Level.BITS,
+        why="lengths are data: the same shapes and pages with other lengths, and again with the first ones",
+        batches=shapes.company,
+        base=changes.shortened,
+        sides=changes.whole_again,
+        controls=changes.other_values,
+        quick=True,
     ),
     "batch-position": Relation(
         level=Level.ROW,
