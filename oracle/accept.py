@@ -31,7 +31,7 @@ from oracle.references.emulator import emulate
 from oracle.relations.judge import Related, planned_relations, relate
 from oracle.scope import Scope
 from oracle.suite import PROFILES, Suite, build
-from oracle.trial import ENOUGH, Prepare, Prepared, Seen, Trial, prepare, prepared_ahead
+from oracle.trial import ENOUGH, Prepare, Prepared, Seen, Trial, Watch, prepare, prepared_ahead, unwatched
 from oracle.verdict import DOORS, Coverage, Finding, Verdict
 
 EMULATOR = "emulator (textbook)"
@@ -153,10 +153,16 @@ def _with_cases(suite: Suite, candidate: Candidate, cases: Sequence[Case]) -> Su
     )
 
 
-def accept(asked: Asked, progress: Progress = lambda done, total, what: None, make: Prepare = prepare) -> Verdict:
+def accept(
+    asked: Asked,
+    progress: Progress = lambda done, total, what: None,
+    make: Prepare = prepare,
+    watch: Watch = unwatched,
+) -> Verdict:
     """The verdict on `asked.candidate`.  Raises InputError for wrong usage; a kernel that misbehaves is a verdict.
 
-    `make` prepares the cases: who judges many kernels on the same ones keeps what he made.
+    `make` prepares the cases: who judges many kernels on the same ones keeps what he made.  `watch` is given the first answer to
+    every case that has one.
     """
     own_cases = read_ahead(asked)
     candidate = open_kernel(asked.candidate, asked.device, sanitize=asked.sanitize, graph=asked.graph)
@@ -166,7 +172,7 @@ def accept(asked: Asked, progress: Progress = lambda done, total, what: None, ma
         if asked.against:
             other = open_kernel(asked.against, asked.device)
             suite = _both(suite, other)
-        seen, extra, related, stopped = _run(asked, candidate, other, suite, progress, make)
+        seen, extra, related, stopped = _run(asked, candidate, other, suite, progress, make, watch)
     finally:
         candidate.process.close()
         if other is not None:
@@ -236,7 +242,13 @@ def _fp32(call: Call) -> Tensor:
 
 
 def _run(
-    asked: Asked, candidate: Candidate, other: Candidate | None, suite: Suite, progress: Progress, make: Prepare
+    asked: Asked,
+    candidate: Candidate,
+    other: Candidate | None,
+    suite: Suite,
+    progress: Progress,
+    make: Prepare,
+    watch: Watch,
 ) -> tuple[list[Seen], list[Finding], Related, int]:
     """(what each case showed, findings beside them, what the relations showed, cases not run)."""
     trial = Trial(
@@ -246,6 +258,7 @@ def _run(
         incumbent=None if other else textbook,
         other=other.process if other else None,
         fp32=_fp32 if asked.within_fp32 is not None else None,
+        watch=watch,
     )
     seen: list[Seen] = []
     total = len(suite.cases)

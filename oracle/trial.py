@@ -67,6 +67,23 @@ class Seen:
 Incumbent = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # rows of out and LSE at the truth's rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The first answer to a case, for whoever keeps figures or draws pictures."""
+
+    prepared: Prepared
+    returned: Returned
+    incumbent: Tensor | None  # (R, q_heads, head_dim_v) of the incumbent's out at the truth's rows
+    seen: Seen
+
+
+Watch = Callable[[Answer], None]
+
+
+def unwatched(answer: Answer) -> None:
+    """Nobody looks at the answers."""
+
+
 def contract_of(record: Record, case: Case) -> Roundoff:
     """The constants of the bound for a kernel of this record at this case."""
     return roundoff(record.precision, dtype=case.dtype, out_dtype=case.dtype, scaled=case.scales != "none")
@@ -114,11 +131,16 @@ class Trial:
         incumbent: Incumbent | None = None,
         other: KernelProcess | None = None,
         fp32: Callable[[Call], Tensor] | None = None,
+        watch: Watch = unwatched,
     ) -> None:
-        """`incumbent` gives rows of a trusted kernel; `other` is the process of a named incumbent, compared whole."""
+        """`incumbent` gives rows of a trusted kernel; `other` is the process of a named incumbent, compared whole.
+
+        `watch` is given the first answer to every case that has one.
+        """
         self.record = record
         self._process, self._quick = process, quick
         self._incumbent, self._other, self._fp32 = incumbent, other, fp32
+        self._watch = watch
         self._first: list[tuple[Prepared, Returned]] = []
 
     def run(self, prepared: Prepared) -> Seen:
@@ -135,7 +157,8 @@ class Trial:
         findings += self.hygiene(case, prepared.laid, base)
         fills, calls, more = self._again(prepared, base)
         findings += more
-        incumbent, same_bits = self._compare(prepared, base)
+        theirs, same_bits = self._compare(prepared, base)
+        incumbent = None if theirs is None else measure(prepared.truth, without_fill(prepared.laid), *theirs)
         far = 0.0
         if self._fp32 is not None:
             far = (
@@ -145,7 +168,7 @@ class Trial:
             )
         if len(self._first) < RETURNS and not findings:
             self._first.append((prepared, base))
-        return Seen(
+        seen = Seen(
             case=case,
             candidate=measured,
             incumbent=incumbent,
@@ -156,6 +179,8 @@ class Trial:
             seconds=base.seconds,
             far_from_fp32=far,
         )
+        self._watch(Answer(prepared=prepared, returned=base, incumbent=None if theirs is None else theirs[0], seen=seen))
+        return seen
 
     def return_to_first(self) -> list[Finding]:
         """The first cases once more, after all others: the same bits, or the kernel keeps something between calls."""
@@ -296,20 +321,17 @@ class Trial:
             return finding(Reason.NONDETERMINISTIC, case, f"the same call once gave other bits {where}")
         return finding(Reason.LEAK, case, f"a {fill} fill with other page ids changes the result {where}; neither alone does")
 
-    def _compare(self, prepared: Prepared, base: Returned) -> tuple[Measured | None, bool | None]:
-        """The incumbent's measure at the same rows, and whether a named one gave the same bits."""
-        rows, call = prepared.truth.rows, without_fill(prepared.laid)
+    def _compare(self, prepared: Prepared, base: Returned) -> tuple[tuple[Tensor, Tensor | None] | None, bool | None]:
+        """The incumbent's out and LSE at the same rows, and whether a named one gave the same bits."""
+        rows = prepared.truth.rows
         if self._other is not None:
             theirs = self._other.call(prepared.laid.call, timeout_s(prepared.case, self.record), want_lse=True)
             if isinstance(theirs, Failure):
                 return None, None
             live = prepared.case.total_q
             lse = None if theirs.lse is None else theirs.lse[:live][rows]
-            return measure(prepared.truth, call, theirs.out[:live][rows], lse), not _difference(prepared.case, base, theirs)
-        if self._incumbent is None:
-            return None, None
-        out, lse = self._incumbent(prepared)
-        return measure(prepared.truth, call, out, lse), None
+            return (theirs.out[:live][rows], lse), not _difference(prepared.case, base, theirs)
+        return (None if self._incumbent is None else self._incumbent(prepared)), None
 
 
 def _difference(case: Case, one: Returned, two: Returned) -> str:
