@@ -1,22 +1,30 @@
-# make gate    judge every shipped kernel that this machine can run, and compare with the verdicts expected
+# make gate    judge every shipped kernel that this machine can run, and compare with the locks in ci/thresholds and the verdicts
+#              expected; BASE=REV: first see that no lock was loosened since that git revision
+# make lock    measure every shipped kernel and write the locks, or tighten them (a quarter of an hour)
 # make test    lint, types, tests
 # make docs    write the tables and transcripts in docs/ and README.md again
 # make bench   speed and memory, by numbers
-# make exam    every mutant, and every correct kernel over many seeds (two hours): docs/exam.md
+# make exam    every mutant, and every correct kernel over many seeds (hours): docs/correct.md, docs/exam.md
 # make study   the calibration tables (ten minutes): docs/study.md
+# make screenshots   reports of an accept and of a reject as pictures, in build/
 PYTHON ?= python3
 BIN := .venv/bin
 # The root stays off sys.path, so that ./kernels can hide no installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: gate test docs bench exam study clean
+.PHONY: gate lock test docs bench exam study screenshots clean
 gate: .venv/ready
-	$(BIN)/oracle gate --cases ci/cases
+	$(BIN)/oracle gate --lock ci/thresholds --cases ci/cases $(if $(BASE),--base $(BASE))
+
+lock: .venv/ready
+	$(BIN)/oracle lock $(if $(REASON),--reason "$(REASON)")
 
 test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows/ci.yml
 	$(BIN)/pytest -n 2
 
 docs: .venv/ready
@@ -30,6 +38,9 @@ exam: .venv/ready
 
 study: .venv/ready
 	$(BIN)/python ci/study.py
+
+screenshots: .venv/ready
+	$(BIN)/python ci/screenshots.py
 
 # torch before anything that depends on it, so that pip takes exactly the pinned version
 .venv/ready: pyproject.toml constraints.txt

@@ -1,10 +1,16 @@
-"""Writes the tables in docs/tables.md and the transcripts in README.md: `make docs`.  A test fails when they differ."""
+"""Writes the tables in docs/tables.md and the transcripts in README.md, docs/pytest.md and docs/lock.md: `make docs`.
+
+Tests fail when they differ.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +26,9 @@ from oracle.verdict import MEANINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 TRANSCRIPT = re.compile(r"<!-- oracle accept (.*?) -->\n```\n(.*?)```\n", re.DOTALL)
+FILE = re.compile(r"<!-- (\w+\.py) -->\n```python\n(.*?)```\n", re.DOTALL)
+EXCERPT = re.compile(r"<!-- (\S+\.toml): (\[.*?\]) -->\n```toml\n(.*?)```\n", re.DOTALL)
+SESSION = re.compile(r"<!-- pytest (.*?) -->\n```\n(.*?)```\n", re.DOTALL)
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -92,11 +101,44 @@ def with_transcripts(readme: str) -> str:
     return TRANSCRIPT.sub(lambda m: f"<!-- oracle accept {m[1]} -->\n```\n{transcript(m[1])}```\n", readme)
 
 
+def session(page: str, arguments: str) -> str:
+    """What `pytest ARGUMENTS` prints in a project of the page's files, but for the time that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in FILE.findall(page):
+            (Path(folder) / name).write_text(text)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments.split()]
+        environment = os.environ | {"COLUMNS": str(PIPE_WIDTH)}
+        ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return re.sub(r" in [\d.]+s( \([\d:]+\))?$", "", ran.stdout, flags=re.MULTILINE)
+
+
+def with_sessions(page: str) -> str:
+    """The page with every run of pytest made again."""
+    return SESSION.sub(lambda m: f"<!-- pytest {m[1]} -->\n```\n{session(page, m[1])}```\n", page)
+
+
+def excerpt(file: str, head: str) -> str:
+    """One table of a TOML file, its head included."""
+    lines = (ROOT / file).read_text().splitlines()
+    start = lines.index(head)
+    stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith("[")), len(lines))
+    return "\n".join(lines[start:stop]).rstrip() + "\n"
+
+
+def with_excerpts(page: str) -> str:
+    """The page with every excerpt of a file taken again."""
+    return EXCERPT.sub(lambda m: f"<!-- {m[1]}: {m[2]} -->\n```toml\n{excerpt(m[1], m[2])}```\n", page)
+
+
 def main() -> None:
-    """Writes both files."""
+    """Writes the files."""
     (ROOT / "docs/tables.md").write_text(tables())
     readme = ROOT / "README.md"
     readme.write_text(with_transcripts(readme.read_text()))
+    page = ROOT / "docs/pytest.md"
+    page.write_text(with_sessions(page.read_text()))
+    lock = ROOT / "docs/lock.md"
+    lock.write_text(with_excerpts(lock.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The gate's own exam: `make exam` writes docs/exam.md.
+"""The gate's own exam: `make exam` writes docs/correct.md and docs/exam.md.
 
 Every mutant must be rejected for a reason that names its fault, and every correct kernel accepted with every seed.  Two hours
 on two cores.
@@ -25,7 +25,7 @@ from oracle.mutants.table import MUTANTS
 from oracle.preparation import shared_preparation
 from oracle.verdict import Outcome
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "exam.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 SEEDS, MORE_SEEDS = 5, 10
 OFTEN = ("everything", "reversed", "sum_after")  # emulated kernels judged with more seeds
 OTHERS = {"sdpa-flash": "", "sdpa-math": "", "triton-prefill-16": "quick"}  # kernel -> profile
@@ -69,32 +69,53 @@ def correct_sheet(judged: list[Judged]) -> Sheet:
     return Sheet(title="Correct kernels, nearest to their limits", columns=columns, rows=tuple(rows))
 
 
+def judge_correct(only: str, workers: int) -> tuple[str, list[str]]:
+    """The page on correct kernels, and those that were turned away."""
+    batches = [[a for a in correct(seed) if only in a.candidate] for seed in range(MORE_SEEDS)]
+    with ProcessPoolExecutor(max_workers=workers) as pool:
+        right = [j for batch in pool.map(judged_correct, [b for b in batches if b]) for j in batch]
+    turned_away = [f"{j.name} seed {j.seed}" for j in right if j.verdict.outcome is not Outcome.ACCEPT]
+    head = f"{len(right)} runs of correct kernels, {len(turned_away)} not accepted.\n"
+    return "\n".join([head, *([correct_sheet(right).markdown()] if right else [])]), turned_away
+
+
+def judge_wrong(only: str, workers: int) -> tuple[str, list[str]]:
+    """The page on mutants, and those that were not rejected for an allowed reason."""
+    judged = examine([name for name in MUTANTS if only in name], 0, workers=workers)
+    slipped = [j.name for j in judged if not j.understood]
+    head = f"{len(judged)} mutants, {len(slipped)} not rejected for an allowed reason.\n"
+    sheets = [kinds(judged), checks(judged), peers(judged), faults(judged)] if judged else []
+    share = held_out_share(0, 1000)
+    last = f"## Faults that the suite has never seen\n\n`oracle mutants --held-out 0`: {share}\n"
+    return "\n".join([head, *(sheet.markdown() for sheet in sheets), last]), slipped
+
+
+PAGES = {  # part -> what judges it, its page, its title
+    "correct": (judge_correct, "correct.md", "Correct kernels before the gate"),
+    "mutants": (judge_wrong, "exam.md", "The gate's own exam"),
+}
+
+
 def main() -> int:
-    """Prints and writes the tables.  Returns 1 where a verdict is not as it must be."""
+    """Writes the pages.  Returns 1 where a verdict is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="only kernels whose name holds this; docs/exam.md is then left alone")
+    parser.add_argument("part", choices=PAGES, nargs="*", help="which of the two [default: both]")
+    parser.add_argument("--only", default="", help="only kernels whose name holds this; the pages are then printed, not written")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    names = [name for name in MUTANTS if options.only in name]
-    batches = [[a for a in correct(seed) if options.only in a.candidate] for seed in range(MORE_SEEDS)]
-    mutants = examine(names, 0, workers=options.workers)
-    with ProcessPoolExecutor(max_workers=options.workers) as pool:
-        right = [j for batch in pool.map(judged_correct, [b for b in batches if b]) for j in batch]
-    slipped = [j.name for j in mutants if not j.understood]
-    turned_away = [f"{j.name} seed {j.seed}" for j in right if j.verdict.outcome is not Outcome.ACCEPT]
-    sheets = [kinds(mutants), checks(mutants), peers(mutants), faults(mutants)] if mutants else []
-    if right:
-        sheets.insert(1 if mutants else 0, correct_sheet(right))
-    share = held_out_share(0, 1000)
-    versions = f"oracle {oracle.__version__}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    text = "\n".join([f"# The gate's own exam\n\nMade by `make exam` ({versions}).\n", *(sheet.markdown() for sheet in sheets)])
-    text += f"\n## Faults that the suite has never seen\n\n`oracle mutants --held-out 0`: {share}\n"
-    print(text)
-    print(f"{len(mutants)} mutants, not rejected for an allowed reason: {slipped or 'none'}")
-    print(f"{len(right)} runs of correct kernels, not accepted: {turned_away or 'none'}")
-    if not options.only:
-        DOCUMENT.write_text(text)
-    return 1 if slipped or turned_away else 0
+    wrong: list[str] = []
+    for part in options.part or PAGES:
+        judge, name, title = PAGES[part]
+        page, found = judge(options.only, options.workers)
+        versions = f"oracle {oracle.__version__}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        text = f"# {title}\n\nMade by `python ci/exam.py {part}` ({versions}).\n\n{page}"
+        if options.only:
+            print(text)
+        else:
+            (DOCS / name).write_text(text)
+        print(f"{part}: {len(found)} not as they must be: {', '.join(found) or 'none'}")
+        wrong += found
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -144,13 +145,36 @@ def _with_cases(suite: Suite, candidate: Candidate, cases: Sequence[Case]) -> Su
     """The user's cases first, then the suite."""
     refused = [(c, reason) for c in cases if (reason := candidate.scope.refuses(c)) is not None]
     taken = [c for c in cases if candidate.scope.refuses(c) is None]
-    return Suite(
-        profile=suite.profile,
-        seed=suite.seed,
-        families=suite.families,
-        cases=(*taken, *suite.cases),
-        skipped=(*suite.skipped, *refused),
-    )
+    return replace(suite, cases=(*taken, *suite.cases), skipped=(*suite.skipped, *refused), own=tuple(cases))
+
+
+@contextmanager
+def _opened(asked: Asked) -> Iterator[tuple[Candidate, Candidate | None, Suite]]:
+    """The candidate, its incumbent where one is named, and the suite; their processes end with the block."""
+    own_cases = read_ahead(asked)
+    candidate = open_kernel(asked.candidate, asked.device, sanitize=asked.sanitize, graph=asked.graph)
+    other = None
+    try:
+        suite = plan(asked, candidate, own_cases)
+        if asked.against:
+            other = open_kernel(asked.against, asked.device)
+            suite = _both(suite, other)
+        yield candidate, other, suite
+    finally:
+        candidate.process.close()
+        if other is not None:
+            other.process.close()
+
+
+def answer_once(asked: Asked, watch: Watch, progress: Progress = lambda done, total, what: None) -> bool:
+    """`watch` has been given the answer to every case of the suite, each called once; False where one has none or is wrong."""
+    with _opened(asked) as (candidate, other, suite), _one_thread():
+        trial = _trial(asked, candidate, other, suite, watch)
+        for i, prepared in enumerate(prepared_ahead(suite.cases, candidate.record, prepare)):
+            progress(i, len(suite.cases), prepared.case.name)
+            if trial.run_once(prepared).findings:
+                return False
+    return True
 
 
 def accept(
@@ -164,19 +188,8 @@ def accept(
     `make` prepares the cases: who judges many kernels on the same ones keeps what he made.  `watch` is given the first answer to
     every case that has one.
     """
-    own_cases = read_ahead(asked)
-    candidate = open_kernel(asked.candidate, asked.device, sanitize=asked.sanitize, graph=asked.graph)
-    other = None
-    try:
-        suite = plan(asked, candidate, own_cases)
-        if asked.against:
-            other = open_kernel(asked.against, asked.device)
-            suite = _both(suite, other)
+    with _opened(asked) as (candidate, other, suite):
         seen, extra, related, stopped = _run(asked, candidate, other, suite, progress, make, watch)
-    finally:
-        candidate.process.close()
-        if other is not None:
-            other.process.close()
     has_lse = "return_lse" in candidate.scope.parameters
     ran = [Exercised(case=s.case, fills=s.fills, has_lse=has_lse) for s in seen]
     covered = with_relations(coverage(candidate.scope, suite, ran), candidate.scope, suite, related.ran)
@@ -229,7 +242,7 @@ def _both(suite: Suite, other: Candidate) -> Suite:
     kept = tuple(c for c in suite.cases if other.scope.refuses(c) is None)
     if not kept:
         raise InputError(f"{other.name}: takes none of the candidate's cases ({refused[0][1]}); choose another incumbent")
-    return Suite(profile=suite.profile, seed=suite.seed, families=suite.families, cases=kept, skipped=(*suite.skipped, *refused))
+    return replace(suite, cases=kept, skipped=(*suite.skipped, *refused))
 
 
 def textbook(prepared: Prepared) -> tuple[Tensor, Tensor | None]:
@@ -251,20 +264,10 @@ def _run(
     watch: Watch,
 ) -> tuple[list[Seen], list[Finding], Related, int]:
     """(what each case showed, findings beside them, what the relations showed, cases not run)."""
-    trial = Trial(
-        candidate.process,
-        candidate.record,
-        quick=suite.profile == "quick",
-        incumbent=None if other else textbook,
-        other=other.process if other else None,
-        fp32=_fp32 if asked.within_fp32 is not None else None,
-        watch=watch,
-    )
+    trial = _trial(asked, candidate, other, suite, watch)
     seen: list[Seen] = []
     total = len(suite.cases)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread():
         for prepared in prepared_ahead(suite.cases, candidate.record, make):
             progress(len(seen), total, prepared.case.name)
             seen.append(trial.run(prepared))
@@ -281,6 +284,27 @@ def _run(
             )
         progress(total, total, "the first cases once more")
         return seen, [*related.findings, *trial.return_to_first()], related, 0
+
+
+def _trial(asked: Asked, candidate: Candidate, other: Candidate | None, suite: Suite, watch: Watch) -> Trial:
+    return Trial(
+        candidate.process,
+        candidate.record,
+        quick=suite.profile == "quick",
+        incumbent=None if other else textbook,
+        other=other.process if other else None,
+        fp32=_fp32 if asked.within_fp32 is not None else None,
+        watch=watch,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """This process computes on one thread: the candidate's has the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -297,6 +321,7 @@ def environment(asked: Asked, candidate: Candidate, suite: Suite) -> dict[str, o
         "profile": suite.profile,
         "seed": suite.seed,
         "suite_sha256": suite.digest(),
+        "suite_skipped": suite.not_declared(),
         "source_sha256": candidate.description.source_sha256,
         "record": asdict(candidate.record),
         "command": " ".join(["oracle", *sys.argv[1:]]),

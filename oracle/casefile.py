@@ -10,7 +10,6 @@ The kernel and what was found stand in leading comments, each a line of TOML, so
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import tomli_w
 
 from oracle.cases import Case, read_case, read_cases, to_toml
 from oracle.errors import InputError
+from oracle.files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +38,7 @@ def save(case: Case, folder: Path, about: Mapping[str, str]) -> Path:
     """
     path = folder / f"{case.name.replace('/', '-')}.toml"
     head = "".join(f"# {tomli_w.dumps({key: ' '.join(text.split())})}" for key, text in about.items())
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(head + to_toml(case))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as problem:
-        raise InputError(f"{path}: cannot be written: {problem.strerror}; name another folder with -o") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, head + to_toml(case), otherwise="name another folder with -o")
     return path
 
 

@@ -6,9 +6,12 @@ Only this module prints and exits.  torch is imported by the verbs that need it,
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +21,15 @@ from oracle import __version__
 
 if TYPE_CHECKING:
     from oracle.accept import Asked
-    from oracle.kernels.table import KernelRow
+    from oracle.evidence import Gathered
+    from oracle.gate import Judged
+    from oracle.lock import Lock
+    from oracle.loosened import Complaint
+    from oracle.trial import Watch
     from oracle.verdict import Verdict
 
 WRONG_USAGE, INTERRUPTED = 2, 130
+PROFILES = click.Choice(["", "default", "quick", "deep"])
 HELD_OUT, HELD_OUT_SHARE = 1000, 0.95  # faults that `oracle mutants --held-out` draws, and the share that must be rejected
 Progress = Callable[[int, int, str], None]
 
@@ -44,7 +52,7 @@ def cli() -> None:
 @click.option(
     "--profile",
     default="",
-    type=click.Choice(["", "default", "quick", "deep"]),
+    type=PROFILES,
     metavar="default|quick|deep",
     help="How much is judged [default: default; quick for interpreted kernels].",
 )
@@ -56,7 +64,18 @@ def cli() -> None:
 @click.option("--graph", is_flag=True, help="CUDA: take KERNEL's answers from replays of CUDA graphs.")
 @click.option("--list", "list_only", is_flag=True, help="Show what would be judged, as counts, and judge nothing.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the verdict as JSON as well.")
-def accept(json_file: Path | None, list_only: bool, doors: tuple[str, ...], **options: Any) -> int:
+@click.option(
+    "--markdown", "markdown_file", type=click.Path(path_type=Path, dir_okay=False), help="Write it as Markdown, for a CI summary."
+)
+@click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write it with pictures, as one file.")
+def accept(
+    json_file: Path | None,
+    markdown_file: Path | None,
+    html_file: Path | None,
+    list_only: bool,
+    doors: tuple[str, ...],
+    **options: Any,
+) -> int:
     """May KERNEL ship?  Exit status: 0 accept, 1 reject, 2 wrong usage, 3 inconclusive or too little covered.
 
     KERNEL is a NAME that `oracle kernels` lists, file.py:function or module:function.
@@ -68,10 +87,13 @@ def accept(json_file: Path | None, list_only: bool, doors: tuple[str, ...], **op
     if list_only:
         console().print(coverage_table(listed(asked)))
         return 0
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise click.UsageError(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
-    verdict = _judge(asked)
+    for option, file in (("--json", json_file), ("--markdown", markdown_file), ("--html", html_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise click.UsageError(f"{option} {file}: there is no folder {file.absolute().parent}")
+    gathered = _gathered() if html_file is not None else None
+    verdict = _judge(asked, gathered)
     _show(verdict, json_file)
+    _write_reports(verdict, markdown_file, html_file, gathered)
     return verdict.exit_code
 
 
@@ -145,38 +167,134 @@ def replay(case: Path, kernel: str, device: str) -> int:
     return status(replayed)
 
 
+LOCKS = Path("ci/thresholds")
+_lock_option = click.option(
+    "--lock",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help=f"Folder of the locks, one file a device [default: {LOCKS}].",
+)
+
+
 @cli.command()
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the suites.")
+@_lock_option
+@click.option("--base", metavar="REV", help="First see that no lock was loosened since this git revision without a waiver.")
+@click.option("--allow-better", is_flag=True, help="Errors below their bands do not make the lock stale.")
 @click.option(
     "--cases", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of CASE.toml, judged first."
 )
-def gate(device: str, seed: int, cases: Path | None) -> int:
-    """Judge every shipped kernel that this machine can run, and compare each verdict with the expected one.
+def gate(device: str, folder: Path | None, base: str | None, allow_better: bool, cases: Path | None) -> int:
+    """Judge every locked kernel, and every shipped one that this machine can run: is each as its lock and its row say?
 
-    Exit status: 0 all as expected, 1 a verdict moved.
+    Exit status: 0 all as expected, 1 something moved.  On GitHub, sentences also become annotations and a step summary.
     """
-    from oracle.accept import Asked
-    from oracle.gate import check
-    from oracle.kernels.table import KERNELS, unavailable
-    from oracle.report import console, gate_table, verdict_text
+    from oracle.lock_files import loosening, overdue, read_locks, require_locks
 
-    out = console()
-    rows: list[tuple[str, KernelRow, Verdict | None, str]] = []
-    for name, row in KERNELS.items():
-        if why := unavailable(row, device):
-            rows.append((name, row, None, f"not run: {why}"))
+    where = folder or LOCKS
+    today = date.today()
+    complaints = loosening(where, base, today) if base else {}
+    locks = read_locks(where, device)
+    if folder is not None:
+        require_locks(folder, locks, device)
+    if not base:
+        complaints = overdue(locks, today)
+    if any(complaints.values()):
+        return _tell_gate(where, locks, [], complaints)
+
+    from oracle.gate import allow_better as without_falls
+    from oracle.gate import judge, moved_constants, roster
+    from oracle.report import console, verdict_text
+
+    judged = []
+    for entry in roster(locks, device, cases=cases):
+        judged.append(judge(entry, locks, _judge))
+        if judged[-1].problem and (verdict := judged[-1].verdict):
+            console().print(verdict_text(verdict))
+    return _tell_gate(where, locks, without_falls(judged) if allow_better else judged, moved_constants(locks))
+
+
+def _tell_gate(
+    folder: Path, locks: Mapping[str, Lock], judged: Sequence[Judged], complaints: Mapping[str, Sequence[Complaint]]
+) -> int:
+    """Everything that the gate found has been said, where it is looked for; 0 where nothing moved and something was judged."""
+    from oracle.gate_text import complaint_lines, gate_lines, gate_table, github_annotations, summary
+    from oracle.report import console
+
+    holds = not any(complaints.values()) and all(j.holds for j in judged) and any(j.verdict for j in judged)
+    if judged:
+        console().print(gate_table(judged))
+        if not locks:
+            click.echo(f"note: no lock in {folder}: only verdicts were compared; `oracle lock` makes one")
+    for line in [*complaint_lines(complaints), *gate_lines(judged)]:
+        click.echo(line)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in github_annotations(folder, locks, judged, complaints):
+            click.echo(line)
+    if target := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(target, "a", encoding="utf-8") as file:
+            file.write(summary(judged, complaints, holds))
+    return 0 if holds else 1
+
+
+@cli.command()
+@click.argument("kernels", nargs=-1)
+@click.option("--against", default="", metavar="KERNEL", help="The incumbent of the kernels named.")
+@click.option("--profile", default="", type=PROFILES, metavar="default|quick|deep", help="The profile of the kernels named.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@_lock_option
+@click.option("--reason", default="", metavar="TEXT", help="Why the lock may demand less than it did; kept in it.")
+def lock(kernels: tuple[str, ...], against: str, profile: str, device: str, folder: Path | None, reason: str) -> int:
+    """Measure KERNELS (default: all that are locked, and the shipped ones) and write their locks, or tighten them.
+
+    Exit status: 0 unchanged, tightened, or loosened with --reason; 1 created: look at it, commit it; 2 refused.
+    """
+    from oracle.gate import check, roster
+    from oracle.ledger import Ledger
+    from oracle.lock_files import read_locks
+    from oracle.locking import Book
+
+    where = folder or LOCKS
+    if (against or profile) and not kernels:
+        raise click.UsageError("--against and --profile are about KERNELS, and none is named")
+    locks = read_locks(where, device)
+    book = Book(locks, partial=bool(kernels))
+    for entry in roster(locks, device, names=kernels, against=against, profile=profile):
+        if entry.absent:
+            click.echo(f"note: {entry.name} is left as it is: {entry.absent}")
             continue
-        profile = row.profile if device == "cpu" else ""
-        asked = Asked(candidate=name, against=row.against, device=device, profile=profile, seed=seed, cases=cases)
-        verdict = _judge(asked)
-        problem = check(row, verdict)
-        rows.append((name, row, verdict, problem))
-        if problem:
-            out.print(verdict_text(verdict))
-    out.print(gate_table(rows))
-    ran = [problem for _, _, verdict, problem in rows if verdict is not None]
-    return 0 if ran and not any(ran) else 1
+        ledger = Ledger()
+        verdict = _judge(entry.asked, ledger)
+        if entry.row is not None and (problem := check(entry.row, verdict)):
+            raise click.ClickException(f"{entry.name}: {problem}; a wrong verdict is not locked")
+        with _progress(f"{entry.name}, other seeds") as progress:
+            book.enter(entry.name, entry.asked, verdict, ledger, progress, reason=entry.row.reason if entry.row else "")
+    return _write_locks(where, locks, book.closed(), reason)
+
+
+def _write_locks(folder: Path, old: Mapping[str, Lock], new: Mapping[str, Lock], reason: str) -> int:
+    """The locks are written, where none is loosened without a reason.  Exit status of `oracle lock`."""
+    from oracle.lock import write
+    from oracle.locking import with_reason
+    from oracle.loosened import loosened
+
+    loose = {name: loosened(old[name], lock) for name, lock in new.items() if name in old}
+    if not reason and any(loose.values()):
+        for name, facts in loose.items():
+            for fact in facts:
+                click.echo(f"{folder / name}.toml: {fact.text}")
+        raise click.ClickException("the lock would demand less than it did, and was left as it is; say why with --reason TEXT")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lock in new.items():
+        path = folder / f"{name}.toml"
+        if name in old and replace(lock, header=old[name].header) == old[name] and not loose[name]:
+            click.echo(f"{path}: unchanged")
+            continue
+        write(with_reason(lock, reason, [fact.what for fact in loose[name]]) if loose.get(name) else lock, path)
+        click.echo(
+            f"{path}: {'written anew' if name in old else 'created: look at it and commit it'}, {len(lock.kernels)} kernels"
+        )
+    return 1 if set(new) - set(old) else 0
 
 
 @cli.command()
@@ -267,11 +385,12 @@ def capture(checkpoint: Path, layer: int, text_file: Path, output: Path, max_tok
     return 0
 
 
-def _judge(asked: Asked) -> Verdict:
+def _judge(asked: Asked, watch: Watch | None = None) -> Verdict:
     from oracle.accept import accept as judge
+    from oracle.trial import unwatched
 
     with _progress(asked.candidate) as progress:
-        return judge(asked, progress)
+        return judge(asked, progress, watch=watch or unwatched)
 
 
 @contextmanager
@@ -296,6 +415,28 @@ def _progress(name: str) -> Iterator[Progress]:
     with Bar(*columns, console=err, transient=True) as bar:
         task = bar.add_task(name, total=None, what="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+
+
+def _gathered() -> Gathered:
+    """What keeps the evidence for pictures.  Raises InputError where nothing could draw them: before anything is judged."""
+    from oracle.evidence import Gathered
+    from oracle.html_report import check_installed
+
+    check_installed()
+    return Gathered()
+
+
+def _write_reports(verdict: Verdict, markdown_file: Path | None, html_file: Path | None, gathered: Gathered | None) -> None:
+    from oracle.files import write_whole
+
+    if markdown_file is not None:
+        from oracle.markdown import verdict_markdown
+
+        write_whole(markdown_file, verdict_markdown(verdict), otherwise="name another file with --markdown")
+    if html_file is not None and gathered is not None:
+        from oracle.html_report import html_report
+
+        write_whole(html_file, html_report(verdict, gathered.evidence), otherwise="name another file with --html")
 
 
 def _show(verdict: Verdict, json_file: Path | None) -> None:

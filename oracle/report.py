@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -161,22 +161,6 @@ def pairs_table(counts: Mapping[tuple[str, str], int]) -> Table:
     for i, name in enumerate(names):
         below = [counts[other, name] for other in names[: i + 1]]
         table.add_row(f"{i + 1} {name}", *(Text(str(count), style="" if count else "bold yellow") for count in below))
-    return table
-
-
-def gate_table(rows: Sequence[tuple[str, KernelRow, Verdict | None, str]]) -> Table:
-    """One line a kernel: expected, got, and what is not as expected (or why it was not run)."""
-    table = Table(box=None)
-    for column in ("kernel", "expected", "got", "judged", ""):
-        table.add_column(column, overflow="fold")
-    for name, row, verdict, problem in rows:
-        expected = f"{row.expect} {row.door or row.reason}".strip()
-        if verdict is None:
-            table.add_row(name, expected, "-", "", problem, style="dim")
-            continue
-        got = f"{verdict.outcome} {verdict.door or ', '.join(verdict.reasons[:2])}".strip()
-        judged = f"{verdict.coverage.cases} cases, {verdict.environment['profile']}"
-        table.add_row(name, expected, got, judged, Text(problem or "as expected", style="red" if problem else "green"))
     return table
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,10 +35,15 @@ class Suite:
     families: tuple[str, ...]  # families asked for by name; () = all
     cases: tuple[Case, ...]
     skipped: tuple[tuple[Case, str], ...]  # cases of the whole suite that the kernel has not declared, and why
+    own: tuple[Case, ...] = ()  # cases that the user brought: first among the cases, or skipped
 
     def digest(self) -> str:
-        """SHA-256 over the cases: equal suites judge equal calls."""
-        return hashlib.sha256(json.dumps([repr(c) for c in self.cases]).encode()).hexdigest()
+        """SHA-256 over the suite's cases: equal suites judge equal calls.  The user's own do not count."""
+        return hashlib.sha256(json.dumps([repr(c) for c in self.cases if c not in self.own]).encode()).hexdigest()
+
+    def not_declared(self) -> dict[str, int]:
+        """Reason -> cases of the suite that the kernel has not declared.  The user's own do not count."""
+        return dict(Counter(reason for case, reason in self.skipped if case not in self.own))
 
 
 def build(scope: Scope, *, profile: str, seed: int, families: Sequence[str] = ()) -> Suite:

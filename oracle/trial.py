@@ -145,42 +145,53 @@ class Trial:
 
     def run(self, prepared: Prepared) -> Seen:
         """Everything that one case shows of the kernel."""
+        answer = self._answer(prepared)
+        if isinstance(answer, Failure):
+            return self._nothing(prepared.case, answer)
+        fills, calls, more = self._again(prepared, answer.returned)
+        seen = replace(answer.seen, findings=(*answer.seen.findings, *more), fills=fills, calls=calls)
+        if len(self._first) < RETURNS and not seen.findings:
+            self._first.append((prepared, answer.returned))
+        self._watch(replace(answer, seen=seen))
+        return seen
+
+    def run_once(self, prepared: Prepared) -> Seen:
+        """What one case shows of the kernel in a single call."""
+        answer = self._answer(prepared)
+        if isinstance(answer, Failure):
+            return self._nothing(prepared.case, answer)
+        self._watch(answer)
+        return answer.seen
+
+    def _answer(self, prepared: Prepared) -> Answer | Failure:
+        """The first call of a case, measured and compared."""
         case, call = prepared.case, prepared.laid.call
         base = self.call(prepared.laid, case)
         if isinstance(base, Failure):
-            return self._nothing(case, base)
+            return base
         live = case.total_q
         out, lse = base.out[:live], self.natural(base.lse, live)
         rows = prepared.truth.rows
         measured = measure(prepared.truth, without_fill(prepared.laid), out[rows], None if lse is None else lse[rows])
         findings = list(self.measured_findings(case, measured)) or _elsewhere(case, out, lse)
         findings += self.hygiene(case, prepared.laid, base)
-        fills, calls, more = self._again(prepared, base)
-        findings += more
         theirs, same_bits = self._compare(prepared, base)
         incumbent = None if theirs is None else measure(prepared.truth, without_fill(prepared.laid), *theirs)
         far = 0.0
-        if self._fp32 is not None:
-            far = (
-                float((out.float() - self._fp32(call)[: out.shape[0]].cpu()).abs().nan_to_num(float("inf")).max())
-                if live
-                else 0.0
-            )
-        if len(self._first) < RETURNS and not findings:
-            self._first.append((prepared, base))
+        if self._fp32 is not None and live:
+            far = float((out.float() - self._fp32(call)[:live].cpu()).abs().nan_to_num(float("inf")).max())
         seen = Seen(
             case=case,
             candidate=measured,
             incumbent=incumbent,
             same_bits=same_bits,
             findings=tuple(findings),
-            fills=fills,
-            calls=calls,
+            fills=(),
+            calls=1,
             seconds=base.seconds,
             far_from_fp32=far,
         )
-        self._watch(Answer(prepared=prepared, returned=base, incumbent=None if theirs is None else theirs[0], seen=seen))
-        return seen
+        return Answer(prepared=prepared, returned=base, incumbent=None if theirs is None else theirs[0], seen=seen)
 
     def return_to_first(self) -> list[Finding]:
         """The first cases once more, after all others: the same bits, or the kernel keeps something between calls."""

@@ -7,6 +7,7 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["pytester"]
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,14 +21,15 @@ LINKED = ("references", "kernels", "checkpoints")
 # package stands for all of its modules.  A new module needs a place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
-    ("cli",),
-    ("report", "gate", "replay_text"),
-    ("exam_text",),
-    ("exam", "fuzz", "replay"),
-    ("accept",),
+    ("cli", "pytest_plugin"),
+    ("report", "gate_text", "replay_text", "verdict_lines", "markdown", "html_report"),
+    ("exam_text", "plugin_lock", "charts", "summary"),
+    ("gate",),
+    ("exam", "fuzz", "replay", "locking"),
+    ("accept", "constants"),
     ("doors", "coverage", "heldout", "preparation"),
     ("relations", "case_text"),
-    ("judged", "exercised", "shrink", "strategies"),
+    ("judged", "exercised", "shrink", "strategies", "ledger", "evidence", "canvas"),
     ("trial", "suite", "case_strategies"),
     ("structured", "pairs"),
     ("measure", "rows", "scope", "pool", "places"),
@@ -38,10 +39,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cases", "geometry"),
     ("checkpoints",),
     ("captured",),
-    ("families", "streams", "isolation"),
+    ("families", "streams", "isolation", "named"),
     ("kernels", "mutants"),
     ("verdict",),
     ("references",),
+    ("lock_files", "moves"),
+    ("loosened",),
+    ("lock",),
+    ("files",),
     ("contract", "formats", "errors", "oracle"),
 )
 
@@ -60,7 +65,7 @@ PRINTERS = {
     "captured": "`python -m oracle.captured`, a command of its own",
     "isolation.worker": "the last words of a process whose parent no longer listens",
 }
-TERMINAL = {"click": {"cli"}, "rich": {"cli", "report"}}  # library -> who may import it
+TERMINAL = {"click": {"cli"}, "rich": {"cli", "gate_text", "pytest_plugin", "report"}}  # library -> who may import it
 
 
 @cache

@@ -11,8 +11,7 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from oracle.kernels.table import KERNELS
-from oracle.report import gate_table, verdict_json, verdict_text
+from oracle.report import verdict_json, verdict_text
 from oracle.verdict import DOORS, Coverage, Figures, Finding, Outcome, Ratio, Reason, Verdict
 
 SCHEMA = json.loads(files("oracle").joinpath("schema/verdict.schema.json").read_text())
@@ -130,11 +129,3 @@ def test_what_was_not_covered_is_said_of_an_accept_withheld() -> None:
 
     assert "not covered: captured inputs" in text_of(withheld)
     assert withheld.exit_code == 3
-
-
-def test_the_gate_shows_a_kernel_that_was_not_run() -> None:
-    row = KERNELS["emulator"]
-    out = StringIO()
-    Console(file=out, width=120).print(gate_table([("emulator", row, None, "not run: no CUDA device here")]))
-
-    assert "no CUDA device here" in out.getvalue()
