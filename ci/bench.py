@@ -12,14 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from oracle import accept, trial
 from oracle.contract import Call
 from oracle.references.attention import attend
 from oracle.references.dense import dense_fp32
+from oracle.trial import Trial
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 4, 512, 64
 ROWS, CONTEXT = 8192, 40_960
@@ -123,6 +129,53 @@ def commands(quick: bool) -> None:
         print(f"{label}: {took:.2f} s")
 
 
+@dataclass(slots=True)
+class Clock:
+    """Seconds and calls of one function."""
+
+    work: Callable[..., Any]
+    seconds: float = 0.0
+    calls: int = 0
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the function gives."""
+        start = time.perf_counter()
+        try:
+            return self.work(*arguments, **keywords)
+        finally:
+            self.seconds += time.perf_counter() - start
+            self.calls += 1
+
+
+CHECKS = (  # what is timed in a verdict -> where it is done; parts of a line above are indented
+    ("first calls, measured and compared", Trial, "_answer"),
+    ("  measuring errors, slopes, LSE", trial, "measure"),
+    ("  the textbook incumbent", accept, "textbook"),
+    ("other fills and page ids, the same call again", Trial, "_again"),
+    ("  without an LSE", Trial, "_without_lse"),
+    ("relations", accept, "relate"),
+    ("the first cases once more", Trial, "return_to_first"),
+    ("doors, ratios, slopes", accept, "decide"),
+)
+
+
+def checks() -> None:
+    """What each check costs in one verdict; docs/exam.md says how many mutants only it catches."""
+    prepare = Clock(trial.prepare)
+    clocks = {label: Clock(getattr(owner, name)) for label, owner, name in CHECKS}
+    with ExitStack() as patched:
+        for label, owner, name in CHECKS:
+            clock = clocks[label]
+            patched.enter_context(patch.object(owner, name, lambda *a, _clock=clock, **k: _clock(*a, **k)))
+        start = time.perf_counter()
+        accept.accept(accept.Asked(candidate="sdpa-flash", seed=0), make=prepare)
+        whole = time.perf_counter() - start
+    print(f"checks of one verdict, sdpa-flash on the default profile, {whole:.1f} s:")
+    print(f"  {'inputs and exact answers, in a thread beside':<50} {prepare.seconds:6.1f} s {prepare.calls:5} calls")
+    for label, clock in clocks.items():
+        print(f"  {label:<50} {clock.seconds:6.1f} s {clock.calls:5} calls")
+
+
 def main() -> None:
     """Prints all figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -130,6 +183,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     reference()
     commands(quick)
+    checks()
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ def _write_locks(folder: Path, old: Mapping[str, Lock], new: Mapping[str, Lock],
     folder.mkdir(parents=True, exist_ok=True)
     for name, lock in new.items():
         path = folder / f"{name}.toml"
-        if name in old and replace(lock, header=old[name].header) == old[name] and not loose[name]:
+        if name in old and replace(lock, header={**lock.header, "command": old[name].header["command"]}) == old[name]:
             click.echo(f"{path}: unchanged")
             continue
         write(with_reason(lock, reason, [fact.what for fact in loose[name]]) if loose.get(name) else lock, path)

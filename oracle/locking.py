@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 import platform
 import statistics
@@ -93,15 +95,18 @@ def other_seeds(asked: Asked, seed: int, progress: Progress) -> list[Measured]:
 def with_spread(kernel: KernelLock, others: Sequence[Measured]) -> KernelLock:
     """`kernel` with spreads and ceilings from its own figures and those of other seeds.
 
-    A row that too few seeds have takes the largest relative spread that the figure has in another row.
+    A seed that gives a row the same bits draws nothing anew there (captured inputs do not depend on it), and does not count.  A
+    row for which fewer than LEAST seeds count takes the largest relative spread that the figure has in another row.
     """
     if not kernel.families:
         return kernel
     own = {family: {name: f.value for name, f in row.figures.items()} for family, row in kernel.families.items()}
     known: dict[tuple[str, str], float] = {}
     for family, figures in own.items():
+        drawn = {o[family].digest: o[family].figures for o in others if family in o}
+        drawn.pop(kernel.families[family].digest, None)
         for name, value in figures.items():
-            values = [value, *(o[family].figures[name] for o in others if family in o and name in o[family].figures)]
+            values = [value, *(other[name] for other in drawn.values() if name in other)]
             if len(values) >= LEAST:
                 known[family, name] = statistics.stdev(values) * factor(len(values)) / factor()
     largest = {
@@ -138,12 +143,13 @@ def header(kernels: Mapping[str, KernelLock], environment: Mapping[str, Any], *,
 
 def machine(device: str) -> dict[str, Any]:
     """What bits depend on beside the kernel: versions and hardware."""
-    hardware = torch.backends.cpu.get_cpu_capability()
+    hardware = f"{torch.backends.cpu.get_cpu_capability()}, {_processor()}"
     if device == "cuda":
         hardware = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return {
         "device": device,
         "hardware": hardware,
+        "numpy": _version("numpy"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -154,6 +160,17 @@ def same_machine(lock: Lock, environment: Mapping[str, Any]) -> bool:
     """Whether bits can be compared with those of `lock`: the same versions, hardware and threads."""
     here = machine(str(environment["device"])) | {"threads": environment["threads"]}
     return all(lock.header[name] == value for name, value in here.items() if name != "python")
+
+
+def _processor() -> str:
+    """The CPU's name and a digest of its features: BLAS libraries choose their kernels by them, beyond torch's capability."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), " ".join(value.split()))
+    features = " ".join(sorted((found.get("flags") or found.get("Features") or "").split()))
+    return f"{found.get('model name', platform.machine())}, features {hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def _version(package: str) -> str:

@@ -25,6 +25,7 @@ HEADER: dict[str, Any] = {
     "python": "3.11.7",
     "torch": "2.13.0+cpu",
     "triton": "3.9.0",
+    "numpy": "2.4.6",
 }
 ROW = Row(
     cases=12,

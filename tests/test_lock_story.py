@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
 from lock_story import Said, tell
 
+from oracle.cli import cli
+from oracle.errors import OracleError
 
-def test_nothing_moves_unseen(tmp_path: Path) -> None:
+
+def test_nothing_moves_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+
     def run(arguments: list[str]) -> Said:
-        plain = {k: v for k, v in os.environ.items() if not k.startswith("GITHUB_")}
-        done = subprocess.run(
-            [sys.executable, "-m", "oracle", *arguments], cwd=tmp_path, env=plain, capture_output=True, text=True, check=False
-        )
-        return Said(done.returncode, done.stdout + done.stderr)
+        done = CliRunner().invoke(cli, arguments, standalone_mode=False)
+        if isinstance(done.exception, OracleError) or hasattr(done.exception, "format_message"):
+            return Said(2, done.output + str(done.exception))
+        assert done.exception is None, done.exc_info
+        return Said(int(done.return_value), done.output)
 
     tell(tmp_path, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,9 @@ REJECTED = replace(
 )
 
 
+DRAWS = itertools.count()  # no two draws have the same bits
+
+
 class Known(Ledger):
     """A ledger of given figures."""
 
@@ -60,7 +64,7 @@ class Known(Ledger):
 
 
 def rows(**figures: float) -> dict[str, Measurement]:
-    one = Measurement(cases=2, rows=9, digest="d" * 64, figures=figures)
+    one = Measurement(cases=2, rows=9, digest=str(next(DRAWS)), figures=figures)
     return {ALL: one, "gemma2": one}
 
 
@@ -90,9 +94,17 @@ def test_fewer_seeds_make_a_wider_band() -> None:
     assert figures["rms_e"].spread == rounded(statistics.stdev([0.1, 0.2, 0.15]) * factor(3) / factor(5))
 
 
+def test_a_seed_that_gives_the_same_bits_counts_for_nothing() -> None:
+    captured = rows(rms_e=0.1)["gemma2"]
+    others = [{ALL: rows(rms_e=v)[ALL], "gemma2": captured} for v in (0.11, 0.12, 0.13, 0.14)]
+    found = with_spread(kernel(rms_e=0.1), others).families
+
+    assert found["gemma2"].figures["rms_e"].spread == found[ALL].figures["rms_e"].spread > 0
+
+
 def test_a_row_that_no_other_seed_has_takes_the_largest_relative_spread() -> None:
-    lone = {ALL: rows(rms_e=0.2)[ALL]}
-    found = with_spread(kernel(rms_e=0.1), [lone, lone, lone, lone]).families
+    lone = [{ALL: rows(rms_e=0.2)[ALL]} for _ in range(4)]
+    found = with_spread(kernel(rms_e=0.1), lone).families
 
     assert found["gemma2"].figures["rms_e"].spread == found[ALL].figures["rms_e"].spread > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from lock_story import Said, tell
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("oracle", "references", "kernels", "checkpoints", "pyproject.toml", "README.md", "LICENSE")
@@ -113,3 +115,19 @@ def test_the_documented_project_passes_and_fails_as_its_page_says(docs: ModuleTy
 def test_strategies_work_where_warnings_are_errors(docs: ModuleType, installed: Path) -> None:
     printed = docs.session(PAGE.replace("TARGET", repr(str(installed))), "-q -W error --strict-markers")
     assert printed.endswith("2 passed\n"), printed
+
+
+def test_nothing_moves_unseen_in_a_project_of_its_own(installed: Path, tmp_path: Path) -> None:
+    """The story of `tests/test_lock_story.py`, told by what the wheel installs, in a scratch repository."""
+
+    def run(arguments: list[str]) -> Said:
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("GITHUB_")}
+        command = [sys.executable, "-P", "-m", "oracle", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
+        return Said(done.returncode, done.stdout + done.stderr)
+
+    shown = subprocess.run(
+        [sys.executable, "-P", "-c", "import oracle; print(oracle.__file__)"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.startswith(str(installed))
+    tell(tmp_path, run)
