@@ -42,7 +42,8 @@ class Compared:
 def compare(name: str, locked: KernelLock, now: KernelLock, *, same_machine: bool, factor: float) -> Compared:
     """`now` beside `locked`; of `now`, only values count.  `factor` spreads are the width of a band.
 
-    Bits are compared only on the same machine, versions and threads; figures everywhere.
+    Bits are compared only on the same machine, versions and threads, and only there does a figure that fell make the lock stale;
+    whether figures rose is asked everywhere.
     """
     where = f"kernel.{name}"
     moves = [*_verdict(name, where, locked, now)]
@@ -58,6 +59,11 @@ def compare(name: str, locked: KernelLock, now: KernelLock, *, same_machine: boo
     notes = []
     if not same_machine:
         notes.append(f"{name}: another machine or other versions than the lock's: figures were compared, bits were not")
+        fell = [move for move in moves if move.kind is Kind.FELL]
+        moves = [move for move in moves if move.kind is not Kind.FELL]
+        notes += [
+            f"{name}: {len(fell)} figures are below their bands here, which makes a lock stale only where it was made"
+        ] * bool(fell)
     elif changed and locked.door == "bits":
         text = f"{name}: other bits than the lock's on {', '.join(changed)}, and its door is same bits"
         moves.append(Move(kind=Kind.BITS, what=f"{where}.family.{changed[0]}.digest", text=text))

@@ -54,6 +54,14 @@ def test_an_error_below_its_band_makes_the_lock_stale() -> None:
     )
 
 
+def test_on_another_machine_a_fall_is_told_and_a_rise_counts() -> None:
+    fell = moved(measured(0.142), same_machine=False)
+
+    assert fell.moves == ()
+    assert fell.notes[-1] == "k: 1 figures are below their bands here, which makes a lock stale only where it was made"
+    assert [m.kind for m in moved(measured(0.2), same_machine=False).moves] == [Kind.ROSE]
+
+
 def test_a_slope_may_shrink() -> None:
     locked = with_row(with_figure("gain", Figure(value=1e-3, spread=1e-5, ceiling=2e-3)))
 
