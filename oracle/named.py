@@ -61,9 +61,13 @@ def _kind(kernel: Callable[..., object], home: ModuleType | None) -> str:
 
 
 def _place(module: ModuleType) -> str:
-    """The module's name where it lies in a package and can be imported, for it may import its siblings; else its file."""
+    """The module's name where it lies in a package and can be imported, for it may import its siblings; else its file.
+
+    A package whose top has no `__init__.py` is none here: whether it can be imported depends on where pytest was started, and how.
+    """
     file = getattr(module, "__file__", None)
-    if module.__spec__ is not None and module.__spec__.parent and _same(_origin(module.__name__), file):
+    top = module.__spec__.parent.partition(".")[0] if module.__spec__ and module.__spec__.parent else ""
+    if top and _origin(top) is not None and _same(_origin(module.__name__), file):
         return module.__name__
     if file is None or not file.endswith(".py"):
         raise InputError(f"{module.__name__}: its file is {file}; expected a Python file, or a module that can be imported")

@@ -450,7 +450,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> tuple[Verdict, str |
     """The plugin's verdict, and the CUDA_VISIBLE_DEVICES under which it was judged."""
     seen: list[str | None] = []
 
-    def accept(asked: Asked) -> Verdict:
+    def accept(asked: Asked, watch: object) -> Verdict:
         seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ACCEPTED
 

@@ -12,7 +12,7 @@ from oracle.errors import InputError
 from oracle.isolation.sanitizer import faults, sanitizer
 from oracle.verdict import Outcome, Reason, Verdict
 
-KERNELS = Path(__file__).with_name("gpu_kernels.py")
+KERNELS = Path(__file__).with_name("on_gpu_by_path.py")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 with_sanitizer = pytest.mark.skipif(not torch.cuda.is_available() or sanitizer() is None, reason="needs compute-sanitizer")
 
