@@ -63,7 +63,7 @@ def _kind(kernel: Callable[..., object], home: ModuleType | None) -> str:
 def _place(module: ModuleType) -> str:
     """The module's name where it lies in a package and can be imported, for it may import its siblings; else its file.
 
-    A package whose top has no `__init__.py` is none here: whether it can be imported depends on where pytest was started, and how.
+    A package whose top has no `__init__.py` is none here: whether it can be imported depends on where and how pytest was started.
     """
     file = getattr(module, "__file__", None)
     top = module.__spec__.parent.partition(".")[0] if module.__spec__ and module.__spec__.parent else ""
