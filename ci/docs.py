@@ -107,7 +107,7 @@ def session(page: str, arguments: str) -> str:
         for name, text in FILE.findall(page):
             (Path(folder) / name).write_text(text)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments.split()]
-        environment = os.environ | {"COLUMNS": str(PIPE_WIDTH)}
+        environment = os.environ | {"COLUMNS": str(PIPE_WIDTH), "PYTEST_ADDOPTS": ""}
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return re.sub(r" in [\d.]+s( \([\d:]+\))?$", "", ran.stdout, flags=re.MULTILINE)
 

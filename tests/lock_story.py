@@ -53,8 +53,11 @@ class Said:
 Run = Callable[[list[str]], Said]  # `oracle ...`, in the folder of the story
 
 
-def tell(folder: Path, run: Run) -> None:
-    """Lock; a kernel 3 % worse; a lock loosened by hand; a waiver; its end; a better kernel; tightened."""
+def tell(folder: Path, run: Run, *, aside: bool = True) -> None:
+    """Lock; a kernel 3 % worse; a lock loosened by hand; a waiver; its end; a better kernel; tightened.
+
+    With what is said aside: a refusal, a loosened lock that only history shows, and errors that may fall.
+    """
     (folder / "kernel.py").write_text(KERNEL)
     (folder / ".gitignore").write_text("__pycache__/\n")
     _git(folder, "init", "-q")
@@ -70,13 +73,15 @@ def tell(folder: Path, run: Run) -> None:
     assert worse.status == 1, worse
     rise = re.search(r"kernel.py:attention on all: ratio rose from [\d.]+ to [\d.]+ \(\+(\d\.\d)%\), ceiling [\d.]+", worse.text)
     assert rise is not None and 2.0 < float(rise[1]) < 4.0, worse
-    refused = run(["lock"])
-    assert refused.status == 2 and "say why with --reason TEXT" in refused.text, refused
+    if aside:
+        refused = run(["lock"])
+        assert refused.status == 2 and "say why with --reason TEXT" in refused.text, refused
 
     text = (folder / LOCK).read_text()
     loose = re.sub(r"ratio_ceiling = [\d.]+", "ratio_ceiling = 1.1", text)
     (folder / LOCK).write_text(loose)
-    assert run(["gate"]).status == 0  # nothing but the history shows it
+    if aside:
+        assert run(["gate"]).status == 0  # nothing but the history shows it
     loosened = run(["gate", "--base", "HEAD"])
     assert loosened.status == 1 and "went from" in loosened.text and "no waiver permits it" in loosened.text, loosened
 
@@ -98,13 +103,13 @@ def tell(folder: Path, run: Run) -> None:
     (folder / "kernel.py").write_text(KERNEL.replace("Arithmetic(tile=32)", BETTER))
     stale = run(["gate"])
     assert stale.status == 1 and "the lock is stale; `oracle lock` tightens it" in stale.text, stale
-    assert run(["gate", "--allow-better"]).status == 0
+    if aside:
+        assert run(["gate", "--allow-better"]).status == 0
     tightened = run(["lock"])
     if tightened.status == 2:  # a spread may have grown where a figure fell
         tightened = run(["lock", "--reason", "P in fp32"])
     assert tightened.status == 0 and "written anew" in tightened.text, tightened
     assert run(["gate"]).status == 0
-    assert run(["lock"]) == Said(0, f"{LOCK}: unchanged\n")
 
 
 def _git(folder: Path, *arguments: str) -> None:

@@ -11,7 +11,19 @@ from oracle.accept import Asked
 from oracle.errors import InputError
 from oracle.lock import read, write
 from oracle.plugin_lock import as_locked, judge_locked, row_name
+from oracle.verdict import Coverage, Outcome, Verdict
 
+ACCEPTED = Verdict(
+    outcome=Outcome.ACCEPT,
+    door="accuracy",
+    candidate="k",
+    incumbent="emulator",
+    findings=(),
+    ratios=(),
+    figures=None,
+    coverage=Coverage(cases=1, elements=1, rows=1, counts={}, missing=(), left_out=(), skipped={}, unseen=()),
+    notes=(),
+)
 PROJECT = """
 import torch
 from oracle.contract import Call, Record
@@ -63,16 +75,11 @@ def test_a_row_is_written_held_and_not_loosened(pytester: pytest.Pytester) -> No
     refused.stdout.fnmatch_lines(["WRONG USAGE*cpu.toml would demand less than it did:*"])
     assert read(pytester.path / "locks" / "cpu.toml") == before
 
-    pytester.makepyfile(mine=PROJECT.format(""))
-    run(pytester, "--oracle-update").assert_outcomes(passed=1)
-    assert read(pytester.path / "locks" / "cpu.toml").kernels == before.kernels
 
+def test_a_kernel_that_the_lock_has_not_is_named(lock_folder: Path) -> None:
+    found = judge_locked(Asked(candidate="k"), lock_folder, lambda asked, watch: ACCEPTED)
 
-def test_a_kernel_that_the_lock_has_not_is_named(pytester: pytest.Pytester, lock_folder: Path) -> None:
-    pytester.makepyfile(mine=PROJECT.format(""), test_it=TEST)
-
-    result = pytester.runpytest_subprocess("-q", "--oracle-lock", str(lock_folder))
-    result.stdout.fnmatch_lines([f"{ROW}: measured, and not locked:*"])
+    assert [move.text for move in found.moves] == ["k: measured, and not locked: `oracle lock` adds it"]
 
 
 @pytest.mark.parametrize(

@@ -130,4 +130,4 @@ def test_nothing_moves_unseen_in_a_project_of_its_own(installed: Path, tmp_path:
         [sys.executable, "-P", "-c", "import oracle; print(oracle.__file__)"], capture_output=True, text=True, check=True
     )
     assert shown.stdout.startswith(str(installed))
-    tell(tmp_path, run)
+    tell(tmp_path, run, aside=False)
