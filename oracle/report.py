@@ -12,7 +12,8 @@ from rich.text import Text
 
 from oracle.families import Family
 from oracle.kernels.table import KernelRow
-from oracle.verdict import Coverage, Finding, Outcome, Ratio, Verdict
+from oracle.summary import again, headline, reasons, setting
+from oracle.verdict import Coverage, Outcome, Ratio, Verdict
 
 if TYPE_CHECKING:
     from oracle.exam_text import Sheet
@@ -49,7 +50,7 @@ def verdict_text(verdict: Verdict) -> RenderableType:
     """The verdict for a terminal."""
     lines: list[RenderableType] = [_headline(verdict), _judged(verdict)]
     if verdict.findings:
-        lines += ["", _findings(verdict.findings)]
+        lines += ["", _findings(verdict)]
     lines += ["", _figures(verdict)]
     lines += [Text(f"note: {note}", style="dim") for note in verdict.notes]
     lines += [Text(f"unseen: {text}", style="yellow") for text in verdict.coverage.unseen]
@@ -57,21 +58,14 @@ def verdict_text(verdict: Verdict) -> RenderableType:
         lines.append(Text(f"not covered: {_few(verdict.coverage.missing, 12)}", style="yellow"))
     if verdict.coverage.left_out:
         lines.append(Text(f"not covered by the quick profile: {_few(verdict.coverage.left_out, 8)}", style="yellow"))
-    lines.append(Text(_again(verdict), style="dim"))
+    lines.append(Text(f"{setting(verdict)}; again: {again(verdict)}", style="dim"))
     return Group(*lines)
 
 
 def _headline(verdict: Verdict) -> Text:
     text = Text(f"{verdict.outcome.upper()}", style=STYLES[verdict.outcome])
     text.append(f"  {verdict.candidate}", style="bold")
-    if verdict.door:
-        text.append(f"  through door {verdict.door}, against {verdict.incumbent}")
-    elif verdict.findings:
-        text.append(f"  {', '.join(verdict.reasons[:3])}")
-    elif verdict.outcome is Outcome.INCONCLUSIVE:
-        text.append(f"  as accurate as {verdict.incumbent}? these rows cannot tell")
-    elif verdict.outcome is Outcome.NOT_COVERED:
-        text.append("  nothing found against it, but too little was judged")
+    text.append(f"  {headline(verdict)}")
     return text
 
 
@@ -82,18 +76,15 @@ def _judged(verdict: Verdict) -> Text:
     return Text(f"judged {c.cases} cases, {c.rows:,} query rows, {c.elements:,} output elements of what it declares{declared}")
 
 
-def _findings(findings: tuple[Finding, ...]) -> Table:
+def _findings(verdict: Verdict) -> Table:
     """The most telling finding of each reason, on the smallest case that shows it."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="red", no_wrap=True)
     table.add_column(overflow="fold")
-    by_reason: dict[str, list[Finding]] = {}
-    for f in findings:
-        by_reason.setdefault(f.reason, []).append(f)
-    for reason, those in list(by_reason.items())[:SHOWN]:
-        more = f" (and {len(those) - 1} more)" if len(those) > 1 else ""
-        where = f"{those[0].case}: " if those[0].case else ""
-        table.add_row(reason, f"{where}{those[0].text}{more}")
+    for told in reasons(verdict)[:SHOWN]:
+        more = f" (and {told.more} more)" if told.more else ""
+        where = f"{told.smallest.case}: " if told.smallest.case else ""
+        table.add_row(told.reason, f"{where}{told.smallest.text}{more}")
     return table
 
 
@@ -119,15 +110,6 @@ def _figures(verdict: Verdict) -> RenderableType:
 def _ratio(r: Ratio, incumbent: str) -> str:
     text = f"{incumbent}: RMS e ratio {r.value:.3f} [{r.lower:.3f}, {r.upper:.3f}], margin {r.margin}, {r.rows:,} clusters"
     return text if r.rows_to_decide is None else f"{text}; about {r.rows_to_decide:,} would decide"
-
-
-def _again(verdict: Verdict) -> str:
-    e = verdict.environment
-    seed = "" if "--seed" in str(e["command"]) else f" --seed {e['seed']}"
-    return (
-        f"seed {e['seed']}, {e['profile']} profile, {e['device']}, torch {e['torch']}, {e['threads']} threads; "
-        f"again: {e['command']}{seed}"
-    )
 
 
 def _few(items: tuple[str, ...] | list[str], count: int) -> str:
