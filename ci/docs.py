@@ -29,6 +29,7 @@ TRANSCRIPT = re.compile(r"<!-- oracle accept (.*?) -->\n```\n(.*?)```\n", re.DOT
 FILE = re.compile(r"<!-- (\w+\.py) -->\n```python\n(.*?)```\n", re.DOTALL)
 EXCERPT = re.compile(r"<!-- (\S+\.toml): (\[.*?\]) -->\n```toml\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"<!-- pytest (.*?) -->\n```\n(.*?)```\n", re.DOTALL)
+CI_NAMES = ("CI", "BUILD_NUMBER")  # pytest shortens no line where one of them is set
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -107,7 +108,8 @@ def session(page: str, arguments: str) -> str:
         for name, text in FILE.findall(page):
             (Path(folder) / name).write_text(text)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments.split()]
-        environment = os.environ | {"COLUMNS": str(PIPE_WIDTH), "PYTEST_ADDOPTS": ""}
+        plain = {name: value for name, value in os.environ.items() if name not in CI_NAMES}
+        environment = plain | {"COLUMNS": str(PIPE_WIDTH), "PYTEST_ADDOPTS": ""}
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return re.sub(r" in [\d.]+s( \([\d:]+\))?$", "", ran.stdout, flags=re.MULTILINE)
 
