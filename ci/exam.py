@@ -1,57 +1,131 @@
 """The gate's own exam: `make exam` writes docs/correct.md and docs/exam.md.
 
-Every mutant must be rejected for a reason that names its fault, and every correct kernel accepted with every seed.  Two hours
-on two cores.
+Every mutant must be rejected for a reason that names its fault, and every correct kernel accepted with every seed.  Hours on
+two cores: what is finished stands in a journal, and a run that was stopped goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 import oracle
 from oracle.accept import Asked
 from oracle.doors import looser_than_default
-from oracle.exam import Judged, examine, shares, timed
+from oracle.exam import Judged, Yardsticks, asked_peers, judge, judge_mutant
 from oracle.exam_text import Sheet, checks, faults, kinds, peers
+from oracle.files import write_whole
 from oracle.heldout import held_out_share
 from oracle.kernels.emulated import VARIANTS
 from oracle.kernels.emulated import __getattr__ as variant
 from oracle.mutants.table import MUTANTS
 from oracle.preparation import shared_preparation
+from oracle.trial import Prepare
 from oracle.verdict import Outcome
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
 SEEDS, MORE_SEEDS = 5, 10
+Item = TypeVar("Item", Asked, str)
 OFTEN = ("everything", "reversed", "sum_after")  # emulated kernels judged with more seeds
 OTHERS = {"sdpa-flash": "", "sdpa-math": "", "triton-prefill-16": "quick"}  # kernel -> profile
-MARGIN = 0.9  # of a limit: what a correct kernel may come to
 
 
-def correct(seed: int) -> list[Asked]:
-    """The correct kernels that are judged with `seed`; of a looser contract once, against themselves: their only door."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    """The finished verdicts of one state of the package, a line of JSON each."""
+
+    path: Path
+    source: str = field(default_factory=lambda: source_sha256())
+
+    def read(self) -> list[Judged]:
+        """What is finished.  Raises SystemExit where another state of the package wrote it."""
+        if not self.path.exists():
+            return []
+        first, *lines = self.path.read_text().splitlines()
+        if first != self.source:
+            raise SystemExit(f"{self.path}: its verdicts are of another state of oracle/: remove it, and run again")
+        return [judged_from(json.loads(line)) for line in lines]
+
+    def add(self, judged: Judged) -> None:
+        """Keeps one more, whole or not at all."""
+        text = self.path.read_text() if self.path.exists() else self.source + "\n"
+        write_whole(self.path, text + json.dumps(asdict(judged)) + "\n", otherwise="choose another folder with --journals")
+
+
+def source_sha256() -> str:
+    """SHA-256 over the package's Python files."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "oracle").rglob("*.py")):
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def judged_from(entry: dict[str, Any]) -> Judged:
+    """A line of the journal, read back."""
+    peers = {rule: (bool(said[0]), bool(said[1])) for rule, said in entry["peers"].items()}
+    return Judged(**entry | {"reasons": tuple(entry["reasons"]), "peers": peers})
+
+
+def correct() -> list[Asked]:
+    """The correct kernels that are judged; of a looser contract once, against themselves: their only door."""
     asked = []
-    for name in VARIANTS:
-        target = f"oracle.kernels.emulated:{name}"
-        loose = looser_than_default(variant(name).record.precision)  # type: ignore[attr-defined]
-        if seed < (1 if loose else MORE_SEEDS if name in OFTEN else SEEDS):
-            asked.append(Asked(candidate=target, seed=seed, against=target if loose else ""))
-    return asked + [Asked(candidate=name, seed=seed, profile=profile) for name, profile in OTHERS.items()]
+    for seed in range(MORE_SEEDS):
+        for name in VARIANTS:
+            target = f"oracle.kernels.emulated:{name}"
+            loose = looser_than_default(variant(name).record.precision)  # type: ignore[attr-defined]
+            if seed < (1 if loose else MORE_SEEDS if name in OFTEN else SEEDS):
+                asked.append(Asked(candidate=target, seed=seed, against=target if loose else "", profile="default"))
+        asked += [Asked(candidate=name, seed=seed, profile=profile) for name, profile in OTHERS.items()]
+    return asked
 
 
-def judged_correct(asked: list[Asked]) -> list[Judged]:
-    """The verdicts on correct kernels with one seed; equal cases are prepared once."""
-    prepare, results = shared_preparation(), []
-    for one in asked:
-        verdict, seconds = timed(one, prepare)
-        name = one.candidate.removeprefix("oracle.kernels.emulated:")
-        results.append(Judged(name=name, seed=one.seed or 0, verdict=verdict, seconds=seconds, peers={}))
-        print(f"{name} seed {one.seed}: {verdict.outcome} {', '.join(verdict.reasons)}", file=sys.stderr, flush=True)
-    return results
+def named(asked: Asked) -> str:
+    """A correct kernel's name in the journal and on the page."""
+    return asked.candidate.removeprefix("oracle.kernels.emulated:")
+
+
+@cache
+def preparation() -> Prepare:
+    """Of this process: equal cases are prepared once."""
+    return shared_preparation()
+
+
+@cache
+def yardsticks() -> Yardsticks:
+    """Of this process."""
+    return {}
+
+
+def judge_right(asked: Asked) -> Judged:
+    """What becomes of a correct kernel."""
+    return judge(named(asked), asked, preparation())
+
+
+def judge_wrong(name: str) -> Judged:
+    """What becomes of a mutant, and what the peers' rules say."""
+    judged = judge_mutant(name, 0, preparation())
+    return replace(judged, peers=asked_peers(judged, preparation(), yardsticks()))
+
+
+def finished(work: Callable[[Item], Judged], items: Sequence[Item], journal: Journal, workers: int) -> Iterator[Judged]:
+    """The verdicts on the items, as they come; each is in the journal first."""
+    with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(work, item) for item in items]):
+            judged = future.result()
+            journal.add(judged)
+            print(f"{judged.name} seed {judged.seed}: {judged.outcome} {', '.join(judged.reasons)}", file=sys.stderr, flush=True)
+            yield judged
 
 
 def correct_sheet(judged: list[Judged]) -> Sheet:
@@ -59,40 +133,51 @@ def correct_sheet(judged: list[Judged]) -> Sheet:
     rows = []
     for name in dict.fromkeys(j.name for j in judged):
         those = [j for j in judged if j.name == name]
-        outcomes = ", ".join(sorted({str(j.verdict.outcome) for j in those}))
-        nearest = {what: max(shares(j.verdict)[what] for j in those) for what in shares(those[0].verdict)}
-        ratios = [j.verdict.ratios[0].value for j in those if j.verdict.ratios]
+        outcomes = ", ".join(sorted({j.outcome for j in those}))
+        nearest = {what: max(j.shares[what] for j in those) for what in those[0].shares}
+        ratios = [j.ratio for j in those if j.ratio is not None]
         ratio = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "-"
         took = max(j.seconds for j in those)
         rows.append((f"`{name}`", str(len(those)), outcomes, *(f"{v:.3f}" for v in nearest.values()), ratio, f"{took:.0f}"))
-    columns = ("kernel", "runs", "verdict", *shares(judged[0].verdict), "RMS e ratio", "s at most")
+    columns = ("kernel", "runs", "verdict", *judged[0].shares, "RMS e ratio", "s at most")
     return Sheet(title="Correct kernels, nearest to their limits", columns=columns, rows=tuple(rows))
 
 
-def judge_correct(only: str, workers: int) -> tuple[str, list[str]]:
+def correct_page(only: str, journal: Journal, workers: int) -> tuple[str, list[str]]:
     """The page on correct kernels, and those that were turned away."""
-    batches = [[a for a in correct(seed) if only in a.candidate] for seed in range(MORE_SEEDS)]
-    with ProcessPoolExecutor(max_workers=workers) as pool:
-        right = [j for batch in pool.map(judged_correct, [b for b in batches if b]) for j in batch]
-    turned_away = [f"{j.name} seed {j.seed}" for j in right if j.verdict.outcome is not Outcome.ACCEPT]
+    asked = [a for a in correct() if only in a.candidate]
+    known = {(j.name, j.seed): j for j in journal.read()}
+    missing = [a for a in asked if (named(a), a.seed) not in known]
+    known |= {(j.name, j.seed): j for j in finished(judge_right, missing, journal, workers)}
+    right = [known[named(a), a.seed or 0] for a in asked]
+    turned_away = [f"{j.name} seed {j.seed}" for j in right if j.outcome != Outcome.ACCEPT]
     head = f"{len(right)} runs of correct kernels, {len(turned_away)} not accepted.\n"
     return "\n".join([head, *([correct_sheet(right).markdown()] if right else [])]), turned_away
 
 
-def judge_wrong(only: str, workers: int) -> tuple[str, list[str]]:
+def mutants_page(only: str, journal: Journal, workers: int) -> tuple[str, list[str]]:
     """The page on mutants, and those that were not rejected for an allowed reason."""
-    judged = examine([name for name in MUTANTS if only in name], 0, workers=workers)
+    names = [name for name in MUTANTS if only in name]
+    known = {j.name: j for j in journal.read()}
+    missing = [name for name in names if name not in known]
+    known |= {j.name: j for j in finished(judge_wrong, missing, journal, workers)}
+    judged = [known[name] for name in names]
     slipped = [j.name for j in judged if not j.understood]
-    head = f"{len(judged)} mutants, {len(slipped)} not rejected for an allowed reason.\n"
+    quick = sum(j.profile == "quick" for j in judged)
+    head = f"""{len(judged)} mutants, {len(slipped)} not rejected for an allowed reason.
+
+Each met the quick profile first: {quick} were understood by it, the other {len(judged) - quick} met the default one.  All but a
+few of the quick profile's cases stand in the default one as well, with more judged rows.
+"""
     sheets = [kinds(judged), checks(judged), peers(judged), faults(judged)] if judged else []
     share = held_out_share(0, 1000)
     last = f"## Faults that the suite has never seen\n\n`oracle mutants --held-out 0`: {share}\n"
     return "\n".join([head, *(sheet.markdown() for sheet in sheets), last]), slipped
 
 
-PAGES = {  # part -> what judges it, its page, its title
-    "correct": (judge_correct, "correct.md", "Correct kernels before the gate"),
-    "mutants": (judge_wrong, "exam.md", "The gate's own exam"),
+PAGES = {  # part -> what makes its page, the page, its title
+    "correct": (correct_page, "correct.md", "Correct kernels before the gate"),
+    "mutants": (mutants_page, "exam.md", "The gate's own exam"),
 }
 
 
@@ -102,17 +187,19 @@ def main() -> int:
     parser.add_argument("part", choices=PAGES, nargs="*", help="which of the two [default: both]")
     parser.add_argument("--only", default="", help="only kernels whose name holds this; the pages are then printed, not written")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--journals", type=Path, default=ROOT / "build", help="the folder of the journals [default: build/]")
     options = parser.parse_args()
+    options.journals.mkdir(parents=True, exist_ok=True)
     wrong: list[str] = []
     for part in options.part or PAGES:
-        judge, name, title = PAGES[part]
-        page, found = judge(options.only, options.workers)
+        make, name, title = PAGES[part]
+        page, found = make(options.only, Journal(path=options.journals / f"{part}.jsonl"), options.workers)
         versions = f"oracle {oracle.__version__}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
         text = f"# {title}\n\nMade by `python ci/exam.py {part}` ({versions}).\n\n{page}"
         if options.only:
             print(text)
         else:
-            (DOCS / name).write_text(text)
+            (ROOT / "docs" / name).write_text(text)
         print(f"{part}: {len(found)} not as they must be: {', '.join(found) or 'none'}")
         wrong += found
     return 1 if wrong else 0

@@ -307,6 +307,7 @@ def _write_locks(folder: Path, old: Mapping[str, Lock], new: Mapping[str, Lock],
 def mutants(only: str, seed: int, held_out: int | None, json_file: Path | None) -> int:
     """The gate's own exam: correct kernels with one planted fault each, fault by check, beside other projects' rules.
 
+    Each by the quick profile, and by the default one where the quick one has not understood it.
     Exit status: 0 every one is rejected for a reason that names its fault (of faults drawn at random: 95 %), 1 some are not.
     """
     from oracle.exam import examine
@@ -326,7 +327,9 @@ def mutants(only: str, seed: int, held_out: int | None, json_file: Path | None) 
     for sheet in (faults(judged), kinds(judged), checks(judged), peers(judged)):
         console().print(sheet_table(sheet))
     if json_file is not None:
-        text = {j.name: {"verdict": j.verdict.outcome, "reasons": j.verdict.reasons, "understood": j.understood} for j in judged}
+        text = {
+            j.name: {"verdict": j.outcome, "profile": j.profile, "reasons": j.reasons, "understood": j.understood} for j in judged
+        }
         json_file.write_text(json.dumps(text, indent=2) + "\n")
     return 0 if all(j.understood for j in judged) else 1
 

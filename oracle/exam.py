@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from multiprocessing import get_context
 
@@ -22,37 +22,63 @@ from oracle.trial import Prepare, Prepared, timeout_s
 from oracle.verdict import Outcome, Verdict
 
 TABLE = "oracle.mutants.table"
+PROFILES = ("quick", "default")  # a mutant meets the next one only where the last has not understood it
 
 Yardsticks = dict[Case, tuple[Tensor, Tensor, Tensor]]  # rows of a case: fp32, kept in the dtype of q, of a correct kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A kernel's verdict, and what other projects' rules say of its outputs on the same cases."""
+    """What became of a kernel before the gate, and what other projects' rules say of its outputs on the same calls."""
 
     name: str
     seed: int
-    verdict: Verdict
+    profile: str
+    outcome: str
+    reasons: tuple[str, ...]
+    shares: dict[str, float]  # how near it came to each limit: 1 is the limit; of a slope, all four conditions must pass it
+    ratio: float | None  # RMS e over the incumbent's, everywhere
     seconds: float
     peers: dict[str, tuple[bool, bool]]  # rule -> whether it rejects on some randn input, on some input; {} where not asked
 
     @property
     def understood(self) -> bool:
         """Whether a mutant was rejected, for a reason that counts as having understood its fault."""
-        return self.verdict.outcome is Outcome.REJECT and bool(set(self.verdict.reasons) & set(MUTANTS[self.name].reasons))
+        return self.outcome == Outcome.REJECT and bool(set(self.reasons) & set(MUTANTS[self.name].reasons))
+
+
+def judge(name: str, asked: Asked, make: Prepare) -> Judged:
+    """What becomes of the kernel that is asked for with a seed and a profile; the peers are not asked."""
+    start = time.perf_counter()
+    verdict = accept(asked, make=make)
+    return Judged(
+        name=name,
+        seed=asked.seed or 0,
+        profile=asked.profile,
+        outcome=str(verdict.outcome),
+        reasons=tuple(map(str, verdict.reasons)),
+        shares=shares(verdict),
+        ratio=verdict.ratios[0].value if verdict.ratios else None,
+        seconds=time.perf_counter() - start,
+        peers={},
+    )
+
+
+def judge_mutant(name: str, seed: int, make: Prepare) -> Judged:
+    """What becomes of a mutant under the quick profile, and under the default one if the quick one has not understood it."""
+    for profile in PROFILES:
+        asked = Asked(candidate=f"{TABLE}:{name}", seed=seed, against=MUTANTS[name].against, profile=profile)
+        judged = judge(name, asked, make)
+        if judged.understood:
+            break
+    return judged
 
 
 def judge_mutants(names: Iterable[str], seed: int, with_peers: bool) -> list[Judged]:
-    """The verdicts on mutants by the default profile; with `with_peers`, what other projects' rules say as well."""
+    """What becomes of mutants; with `with_peers`, what other projects' rules say as well."""
     prepare, known = shared_preparation(), Yardsticks()
-    judged = []
-    for name in names:
-        target = f"{TABLE}:{name}"
-        asked = Asked(candidate=target, seed=seed, against=MUTANTS[name].against)
-        verdict, seconds = timed(asked, prepare)
-        peers = _peers(asked, prepare, known) if with_peers else {}
-        judged.append(Judged(name=name, seed=seed, verdict=verdict, seconds=seconds, peers=peers))
-    return judged
+    judged = [judge_mutant(name, seed, prepare) for name in names]
+    return [replace(one, peers=asked_peers(one, prepare, known)) for one in judged] if with_peers else judged
 
 
 def examine(names: Sequence[str], seed: int, *, with_peers: bool = True, workers: int = 2) -> list[Judged]:
@@ -64,15 +90,8 @@ def examine(names: Sequence[str], seed: int, *, with_peers: bool = True, workers
     return [by_name[name] for name in names]
 
 
-def timed(asked: Asked, make: Prepare) -> tuple[Verdict, float]:
-    """The verdict, and the seconds that it took."""
-    start = time.perf_counter()
-    verdict = accept(asked, make=make)
-    return verdict, time.perf_counter() - start
-
-
 def shares(verdict: Verdict) -> dict[str, float]:
-    """How near a kernel came to each limit: 1 is the limit.  Of a slope, all four conditions must pass it."""
+    """How near a kernel came to each limit."""
     f = verdict.figures
     if f is None:
         return {}
@@ -84,26 +103,30 @@ def only_by(judged: Sequence[Judged]) -> dict[str, list[str]]:
     """For each reason, the mutants that nothing else would have rejected."""
     found: dict[str, list[str]] = {}
     for one in judged:
-        if len(reasons := set(one.verdict.reasons)) == 1:
-            found.setdefault(str(reasons.pop()), []).append(one.name)
+        if len(set(one.reasons)) == 1:
+            found.setdefault(one.reasons[0], []).append(one.name)
     return found
 
 
-def _peers(asked: Asked, prepare: Prepare, known: Yardsticks) -> dict[str, tuple[bool, bool]]:
-    """For each rule, whether it rejects the kernel on some case of randn inputs, and of all inputs.  16-bit cases only."""
+def asked_peers(judged: Judged, prepare: Prepare, known: Yardsticks) -> dict[str, tuple[bool, bool]]:
+    """For each rule, whether it rejects the mutant on the 16-bit cases of its verdict: with randn inputs, and with their own.
+
+    Peers test on randn, so every case is run with randn inputs as well, but for those that are captures.
+    """
     rejects = {name: [False, False] for name in RULES}
+    asked = Asked(candidate=f"{TABLE}:{judged.name}", seed=judged.seed, profile=judged.profile)
     candidate = open_kernel(asked.candidate, "cpu")
     try:
-        for case in plan(asked, candidate).cases:
-            if case.dtype == "fp32":
-                continue
+        own = [case for case in plan(asked, candidate).cases if case.dtype != "fp32"]
+        normal = {replace(case, inputs="randn") for case in own if not case.captured}
+        for case in [*own, *sorted(normal - {*own}, key=lambda c: c.name)]:
             prepared = prepare(case, candidate.record)
             returned = candidate.process.call(prepared.laid.call, timeout_s(case, candidate.record), want_lse=True)
             outputs = _outputs(prepared, returned, known) if isinstance(returned, Returned) else None
             for name, rule in RULES.items():
                 if outputs is None or not rule.passes(outputs):
+                    rejects[name][0] |= case in normal
                     rejects[name][1] = True
-                    rejects[name][0] |= case.inputs == "randn"
     finally:
         candidate.process.close()
     return {name: (on_randn, on_all) for name, (on_randn, on_all) in rejects.items()}

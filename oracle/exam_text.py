@@ -22,7 +22,8 @@ class Sheet:
     def markdown(self) -> str:
         """The table in Markdown, under a heading."""
         lines = [f"## {self.title}", "", f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
-        return "\n".join(lines + [f"| {' | '.join(row)} |" for row in self.rows]) + "\n"
+        cells = ([cell.replace("|", "\\|") for cell in row] for row in self.rows)
+        return "\n".join(lines + [f"| {' | '.join(row)} |" for row in cells]) + "\n"
 
 
 def kinds(judged: Sequence[Judged]) -> Sheet:
@@ -30,7 +31,7 @@ def kinds(judged: Sequence[Judged]) -> Sheet:
     rows = []
     for kind in dict.fromkeys(MUTANTS[j.name].kind for j in judged):
         those = [j for j in judged if MUTANTS[j.name].kind == kind]
-        rejected = [j for j in those if j.verdict.outcome is Outcome.REJECT]
+        rejected = [j for j in those if j.outcome == Outcome.REJECT]
         understood = [j for j in those if j.understood]
         left = ", ".join(f"`{j.name}`" for j in those if not j.understood) or "-"
         rows.append((kind, str(len(those)), str(len(rejected)), str(len(understood)), left))
@@ -44,14 +45,14 @@ def kinds(judged: Sequence[Judged]) -> Sheet:
 
 def faults(judged: Sequence[Judged]) -> Sheet:
     """Fault by check: which reasons each mutant was rejected for."""
-    used = [reason for reason in Reason if any(reason in j.verdict.reasons for j in judged)]
+    used = [reason for reason in Reason if any(str(reason) in j.reasons for j in judged)]
     rows = []
     for j in judged:
-        marks = ["x" if reason in j.verdict.reasons else "" for reason in used]
-        rows.append((f"`{j.name}`", MUTANTS[j.name].kind, MUTANTS[j.name].reference, *marks, f"{j.seconds:.0f}"))
+        marks = ["x" if str(reason) in j.reasons else "" for reason in used]
+        rows.append((f"`{j.name}`", MUTANTS[j.name].kind, MUTANTS[j.name].reference, j.profile, *marks, f"{j.seconds:.0f}"))
     return Sheet(
         title="Fault by check",
-        columns=("mutant", "kind", "modelled on", *map(str, used), "s"),
+        columns=("mutant", "kind", "modelled on", "profile", *map(str, used), "s"),
         rows=tuple(sorted(rows, key=lambda row: (row[1], row[0]))),
     )
 
@@ -61,7 +62,7 @@ def checks(judged: Sequence[Judged]) -> Sheet:
     alone = only_by(judged)
     rows = []
     for reason in Reason:
-        found = [j for j in judged if reason in j.verdict.reasons]
+        found = [j for j in judged if str(reason) in j.reasons]
         if found:
             mine = alone.get(str(reason), [])
             shown = ", ".join(f"`{name}`" for name in mine[:6]) + (f" and {len(mine) - 6} more" if len(mine) > 6 else "")
@@ -76,7 +77,7 @@ def peers(judged: Sequence[Judged]) -> Sheet:
     for name, rule in RULES.items():
         on_randn, on_all = (sum(j.peers[name][i] for j in asked) for i in (0, 1))
         rows.append((name, rule.says, rule.source, f"{on_randn} of {len(asked)}", f"{on_all} of {len(asked)}"))
-    rejected = sum(j.verdict.outcome is Outcome.REJECT for j in asked)
+    rejected = sum(j.outcome == Outcome.REJECT for j in asked)
     rows.append(("this oracle", "", "", "", f"{rejected} of {len(asked)}"))
     return Sheet(
         title="Other projects' rules on the same outputs",

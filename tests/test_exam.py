@@ -45,12 +45,19 @@ def verdict(*reasons: Reason) -> Verdict:
     )
 
 
+def judged(name: str, *reasons: Reason, peers: dict[str, tuple[bool, bool]]) -> Judged:
+    return Judged(
+        name=name, seed=0, profile="quick", outcome="reject" if reasons else "accept", reasons=reasons, shares={}, ratio=None,
+        seconds=2.0, peers=peers,
+    )  # fmt: skip
+
+
 NAMES = [name for name, mutant in MUTANTS.items() if mutant.reasons == WRONG][:4]
 KILLED, BY_ONE, MISUNDERSTOOD, SURVIVOR = (
-    Judged(name=name, seed=0, verdict=found, seconds=2.0, peers=said)
-    for name, found, said in zip(
+    judged(name, *reasons, peers=said)
+    for name, reasons, said in zip(
         NAMES,
-        (verdict(Reason.ERROR, Reason.LSE), verdict(Reason.LSE), verdict(Reason.CANARY), verdict()),
+        ((Reason.ERROR, Reason.LSE), (Reason.LSE,), (Reason.CANARY,), ()),
         ({rule: (rule == "FA2 2x", True) for rule in RULES}, dict.fromkeys(RULES, (False, False)), {}, {}),
         strict=True,
     )
@@ -86,8 +93,8 @@ def test_every_mutant_has_a_line_with_its_report_and_a_mark_for_each_reason() ->
     sheet = faults(ALL)
     lines = {row[0]: row for row in sheet.rows}
 
-    assert len(lines) == 4 and sheet.columns[3:-1] == ("error-exceeds-bound", "lse-exceeds-bound", "canary")
-    assert lines[f"`{KILLED.name}`"][2:] == (MUTANTS[KILLED.name].reference, "x", "x", "", "2")
+    assert len(lines) == 4 and sheet.columns[4:-1] == ("error-exceeds-bound", "lse-exceeds-bound", "canary")
+    assert lines[f"`{KILLED.name}`"][2:] == (MUTANTS[KILLED.name].reference, "quick", "x", "x", "", "2")
     assert f"| `{SURVIVOR.name}` |" in sheet.markdown()
 
 
@@ -96,6 +103,7 @@ def test_rules_are_counted_over_the_mutants_that_they_were_asked_of() -> None:
 
     assert lines["FA2 2x"] == ("1 of 2", "1 of 2") and lines["llama.cpp NMSE"] == ("0 of 2", "1 of 2")
     assert lines["this oracle"] == ("", "2 of 2")
+    assert r"max \|out - ref\|" in peers(ALL).markdown()
 
 
 def test_how_near_a_kernel_comes_to_its_limits() -> None:
@@ -138,7 +146,18 @@ def test_peers_are_asked_only_where_wanted() -> None:
 
 
 @pytest.mark.usefixtures("small_suite")
-def test_a_correct_kernel_is_not_understood_to_be_wrong() -> None:
-    result, _ = exam.timed(Asked(candidate="oracle.kernels.emulated:textbook", seed=0), shared_preparation())
+def test_only_what_the_quick_profile_misses_meets_the_default_one() -> None:
+    """A mask that is causal when it is not asked to be: CASES are all causal, so nothing sees it."""
+    caught, missed = judge_mutants(["zeros", "causal_always"], 0, False)
 
-    assert not result.findings
+    assert (caught.profile, caught.understood) == ("quick", True)
+    assert (missed.profile, missed.understood) == ("default", False)
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_a_correct_kernel_is_not_understood_to_be_wrong() -> None:
+    asked = Asked(candidate="oracle.kernels.emulated:textbook", seed=3, profile="quick")
+    result = exam.judge("textbook", asked, shared_preparation())
+
+    assert (result.outcome, result.reasons, result.seed) == ("not-covered", (), 3)
+    assert 0 < result.shares["max e"] < 1 and result.ratio is not None
