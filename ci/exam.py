@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 import oracle
+import oracle.isolation.worker  # what a kernel's process runs: the journal's digest covers it
 from oracle.accept import Asked
 from oracle.doors import looser_than_default
 from oracle.exam import Judged, Yardsticks, asked_peers, judge, judge_mutant
@@ -43,7 +44,7 @@ OTHERS = {"sdpa-flash": "", "sdpa-math": "", "triton-prefill-16": "quick"}  # ke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """The finished verdicts of one state of the package, a line of JSON each."""
+    """The finished verdicts of one state of the sources, a line of JSON each: an exam may take several sittings."""
 
     path: Path
     source: str = field(default_factory=lambda: source_sha256())
@@ -54,7 +55,7 @@ class Journal:
             return []
         first, *lines = self.path.read_text().splitlines()
         if first != self.source:
-            raise SystemExit(f"{self.path}: its verdicts are of another state of oracle/: remove it, and run again")
+            raise SystemExit(f"{self.path}: its verdicts come from other sources than these: remove it, and run again")
         return [judged_from(json.loads(line)) for line in lines]
 
     def add(self, judged: Judged) -> None:
@@ -64,10 +65,12 @@ class Journal:
 
 
 def source_sha256() -> str:
-    """SHA-256 over the package's Python files."""
+    """SHA-256 over the modules of the package that a verdict comes from: those that are imported by now."""
+    files = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "oracle"}
     digest = hashlib.sha256()
-    for file in sorted((ROOT / "oracle").rglob("*.py")):
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    for name, file in sorted(files.items()):
+        if file is not None:
+            digest.update(name.encode() + b"\0" + Path(file).read_bytes())
     return digest.hexdigest()
 
 
@@ -187,7 +190,7 @@ def main() -> int:
     parser.add_argument("part", choices=PAGES, nargs="*", help="which of the two [default: both]")
     parser.add_argument("--only", default="", help="only kernels whose name holds this; the pages are then printed, not written")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--journals", type=Path, default=ROOT / "build", help="the folder of the journals [default: build/]")
+    parser.add_argument("--journals", type=Path, default=ROOT / "ci" / "exam", help="folder of the journals [default: ci/exam/]")
     options = parser.parse_args()
     options.journals.mkdir(parents=True, exist_ok=True)
     wrong: list[str] = []
