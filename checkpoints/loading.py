@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names here -> names in torch
-_INSTALL = "pip install 'attention-oracle[checkpoints]'"
+INSTALL = "pip install 'attention-oracle[checkpoints]'"
 
 
 class CheckpointError(InputError):
@@ -28,9 +29,11 @@ def transformers() -> Any:
     """The transformers package, told to stay off the network.  Raises CheckpointError, saying what to install, without it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
     try:
-        return importlib.import_module("transformers")
+        with without_remarks():
+            importlib.import_module("transformers.modeling_utils")  # which imports torchao, where that is installed
+            return importlib.import_module("transformers")
     except ImportError as error:
-        raise CheckpointError(f"checkpoints need transformers ({error}): {_INSTALL}") from error
+        raise CheckpointError(f"checkpoints need transformers ({error}): {INSTALL}") from error
 
 
 def load_model(
@@ -71,7 +74,7 @@ def load_model(
             )
             tokenizer = hf.AutoTokenizer.from_pretrained(folder, **common)
     except ImportError as error:
-        raise CheckpointError(f"{where}: it needs a package that is not here ({_first_line(error)}): {_INSTALL}") from error
+        raise CheckpointError(f"{where}: it needs a package that is not here ({_first_line(error)}): {INSTALL}") from error
     except Exception as error:  # transformers raises nearly every kind for a broken checkpoint
         raise CheckpointError(f"{where}: cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
     # transformers fills weights that the files lack with random numbers, and only remarks on it.
@@ -144,6 +147,17 @@ def _file_sha256(file: Path) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Inside, nothing below an error is logged: torchao remarks on each GPU library that it cannot load."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
 
 
 @contextmanager

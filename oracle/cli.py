@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oracle import __version__
+from oracle.cli_drift import drift
+from oracle.progress import progress_bar
 
 if TYPE_CHECKING:
     from oracle.accept import Asked
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
 WRONG_USAGE, INTERRUPTED = 2, 130
 PROFILES = click.Choice(["", "default", "quick", "deep"])
 HELD_OUT, HELD_OUT_SHARE = 1000, 0.95  # faults that `oracle mutants --held-out` draws, and the share that must be rejected
-Progress = Callable[[int, int, str], None]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="oracle")
 def cli() -> None:
     """May this attention kernel ship?  A numerical accuracy oracle and regression gate for attention kernels."""
+
+
+cli.add_command(drift)
 
 
 @cli.command()
@@ -123,7 +126,7 @@ def fuzz(kernel: str, minutes: float, seed: int, device: str, output: Path) -> i
 
     candidate = open_kernel(kernel, device)
     try:
-        with _progress(kernel) as progress:
+        with progress_bar(kernel) as progress:
             seen = search(
                 candidate, seed, Limits(search_s=60 * minutes), lambda s, what: progress(int(s), int(60 * minutes), what)
             )
@@ -161,7 +164,7 @@ def replay(case: Path, kernel: str, device: str) -> int:
     from oracle.replay_text import replayed_text
 
     files = read(case)
-    with _progress(str(case)) as progress:
+    with progress_bar(str(case)) as progress:
         replayed = run(files, kernel, device, progress)
     click.echo("\n\n".join(map(replayed_text, replayed)))
     return status(replayed)
@@ -267,7 +270,7 @@ def lock(kernels: tuple[str, ...], against: str, profile: str, device: str, fold
         verdict = _judge(entry.asked, ledger)
         if entry.row is not None and (problem := check(entry.row, verdict)):
             raise click.ClickException(f"{entry.name}: {problem}; a wrong verdict is not locked")
-        with _progress(f"{entry.name}, other seeds") as progress:
+        with progress_bar(f"{entry.name}, other seeds") as progress:
             book.enter(entry.name, entry.asked, verdict, ledger, progress, reason=entry.row.reason if entry.row else "")
     return _write_locks(where, locks, book.closed(), reason)
 
@@ -392,32 +395,8 @@ def _judge(asked: Asked, watch: Watch | None = None) -> Verdict:
     from oracle.accept import accept as judge
     from oracle.trial import unwatched
 
-    with _progress(asked.candidate) as progress:
+    with progress_bar(asked.candidate) as progress:
         return judge(asked, progress, watch=watch or unwatched)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Progress]:
-    """A progress bar on stderr, where that is a terminal."""
-    from oracle.report import console
-
-    err = console(stderr=True)
-    if not err.is_terminal:
-        yield lambda done, total, what: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
-    )
-    with Bar(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(name, total=None, what="")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
 
 
 def _gathered() -> Gathered:

@@ -58,15 +58,27 @@ def check_installed() -> None:
         raise InputError(f"--html: {missing[0]} is not installed; pip install 'attention-oracle[report]'")
 
 
-def html_report(verdict: Verdict, evidence: Evidence) -> str:
-    """The report.  The same verdict and evidence give the same text.  Raises InputError where a library is missing."""
+def rendered(name: str, **values: object) -> str:
+    """The template of that name with `values`, all text in them escaped.  Raises InputError where a library is missing."""
     check_installed()
     import jinja2
 
-    template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(files("oracle").joinpath("templates/report.html").read_text(encoding="utf-8"))
-    return template.render(
+    templates = files("oracle").joinpath("templates")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda file: templates.joinpath(file).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name).render(values)
+
+
+def html_report(verdict: Verdict, evidence: Evidence) -> str:
+    """The report.  The same verdict and evidence give the same text.  Raises InputError where a library is missing."""
+    check_installed()
+    return rendered(
+        "report.html",
         verdict=verdict,
         headline=summary.headline(verdict),
         judged=summary.judged(verdict),
@@ -88,19 +100,19 @@ def _plates(verdict: Verdict, evidence: Evidence) -> Iterator[Plate]:
     pictured = _pictured(verdict, evidence)
     for which, one in pictured:
         text = f"{which}. {_lies(one)} Sequences lie over one another, each from its own start."
-        yield _plate("Error by position", text, charts.by_position(one))
+        yield plate("Error by position", text, charts.by_position(one))
     if evidence.candidate.elements:
         text = (
             "All judged elements of out, of all cases. A correct kernel's lie left of the limit, and where the incumbent's lie."
         )
-        yield _plate("Distribution of the error", text, charts.distribution(evidence.candidate, evidence.incumbent))
+        yield plate("Distribution of the error", text, charts.distribution(evidence.candidate, evidence.incumbent))
     if rows := charts.row_by_row(evidence):
         text = "All judged rows of all cases. Above the diagonal, the candidate is farther from the exact answer."
-        yield _plate("Candidate against incumbent, row by row", text, rows)
+        yield plate("Candidate against incumbent, row by row", text, rows)
     for which, one in pictured:
         if heat := charts.heat_map(one):
             text = f"{which}. The ring is at row {one.worst.row}, head {one.worst.head}; lines part sequences and kv heads."
-            yield _plate("Heads by rows", text, heat)
+            yield plate("Heads by rows", text, heat)
 
 
 def _pictured(verdict: Verdict, evidence: Evidence) -> list[tuple[str, CaseErrors]]:
@@ -116,7 +128,8 @@ def _pictured(verdict: Verdict, evidence: Evidence) -> list[tuple[str, CaseError
     return pictured
 
 
-def _plate(title: str, caption: str, picture: Picture) -> Plate:
+def plate(title: str, caption: str, picture: Picture) -> Plate:
+    """A picture with its title and caption."""
     return Plate(title=title, caption=caption, about=picture.about, light=_uri(picture.light), dark=_uri(picture.dark))
 
 

@@ -31,16 +31,16 @@ PIPE_WIDTH = 120
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict as JSON, whole; `oracle/schema/verdict.schema.json` holds for it."""
-    whole: dict[str, Any] = _plain(asdict(verdict))
+    whole: dict[str, Any] = plain(asdict(verdict))
     return {"format": VERSION, "exit_code": verdict.exit_code, "reasons": [str(r) for r in verdict.reasons]} | whole
 
 
-def _plain(value: Any) -> Any:
-    """Enums and tuples as JSON has them; numbers that are not finite as strings, which JSON lacks."""
+def plain(value: Any) -> Any:
+    """`value` with enums and tuples as JSON has them, and numbers that are not finite as strings, which JSON lacks."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not abs(value) < float("inf"):
         return repr(value)
     return str(value) if isinstance(value, str) else value

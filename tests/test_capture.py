@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import LAYERS, TINY, build, deepseek3, gemma2, gemma4, gpt_oss, llama, save
 from torch import Tensor
 
 from oracle.captured import Capture, load_capture, save_capture
@@ -26,21 +27,6 @@ from oracle.checkpoints.capture import Handed, capture, capture_command, record
 from oracle.checkpoints.loading import CheckpointError, load_model
 
 TEXT = "Heads, tokens and windows: the same text, the same bits. " * 4
-TINY: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,  # the usual 0.02 makes every attention flat, and then a wrong mask or scale would hardly show
-}
-LAYERS = ["sliding_attention", "full_attention"]
 TOKENS = list(range(3, 33))
 
 
@@ -58,74 +44,10 @@ def hf() -> Any:
     return pytest.importorskip("transformers")
 
 
-def llama(hf: Any) -> Any:
-    return hf.LlamaConfig(**TINY)
-
-
-def gemma2(hf: Any) -> Any:
-    return hf.Gemma2Config(**TINY, sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=9)
-
-
-def gemma4(hf: Any) -> Any:
-    return hf.Gemma4TextConfig(
-        **TINY,
-        sliding_window=8,
-        layer_types=LAYERS,
-        vocab_size_per_layer_input=96,
-        global_head_dim=32,
-        hidden_size_per_layer_input=0,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-    )
-
-
-def gpt_oss(hf: Any) -> Any:
-    return hf.GptOssConfig(**TINY, sliding_window=8, layer_types=LAYERS, num_local_experts=2, num_experts_per_tok=1)
-
-
-def deepseek3(hf: Any) -> Any:
-    own = {name: TINY[name] for name in TINY if name not in ("head_dim", "num_key_value_heads")}
-    return hf.DeepseekV3Config(
-        **own,
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        qk_rope_head_dim=8,
-        moe_intermediate_size=16,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-    )
-
-
-def build(hf: Any, config: Any, attention: str | None = None) -> Any:
-    """A random fp32 model of `config`, the same every time."""
-    torch.manual_seed(0)
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    model = hf.AutoModelForCausalLM.from_config(config, **chosen).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
-    return model
-
-
 @pytest.fixture(scope="module")
 def folder(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with grouped kv heads and a tokenizer of characters and "th", as save_pretrained leaves them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = ["<pad>", "<s>", "</s>", "Ġ", *map(chr, range(33, 124)), "th"]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[("t", "h")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    where = tmp_path_factory.mktemp("checkpoints") / "tiny-llama"
-    build(hf, llama(hf)).save_pretrained(where)
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(where)
-    return where
+    return save(hf, build(hf, llama(hf)), tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
 
 
 def exact(h: Handed | Capture) -> Tensor:

@@ -22,14 +22,17 @@ LINKED = ("references", "kernels", "checkpoints")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli", "pytest_plugin"),
+    ("cli_drift",),
+    ("progress",),
+    ("drift_text", "drift_markdown", "drift_html", "drift_json"),
     ("report", "gate_text", "replay_text", "verdict_lines", "markdown", "html_report"),
-    ("exam_text", "plugin_lock", "charts", "summary"),
+    ("exam_text", "plugin_lock", "charts", "summary", "drift_charts", "drift_passages", "drift_summary"),
     ("gate",),
     ("exam", "fuzz", "replay", "locking"),
     ("accept", "constants"),
     ("doors", "coverage", "heldout", "preparation"),
     ("relations", "case_text"),
-    ("judged", "exercised", "shrink", "strategies", "ledger", "evidence", "canvas"),
+    ("judged", "exercised", "shrink", "strategies", "ledger", "evidence", "canvas", "drift_numbers"),
     ("trial", "suite", "case_strategies"),
     ("structured", "pairs"),
     ("measure", "rows", "scope", "pool", "places"),
@@ -56,16 +59,20 @@ ONLY: dict[str, set[str]] = {
     "kernels": {"contract", "formats", "references"},
     "mutants": {"contract", "references", "verdict"},
     "isolation": {"contract", "formats"},
-    "checkpoints": {"captured", "contract", "errors", "families"},
+    "checkpoints": {"captured", "contract", "errors", "families", "isolation", "kernels", "oracle"},
 }
 
 # Who prints or ends the process, and why.
 PRINTERS = {
     "cli": "the command line",
+    "cli_drift": "the command line",
     "captured": "`python -m oracle.captured`, a command of its own",
     "isolation.worker": "the last words of a process whose parent no longer listens",
 }
-TERMINAL = {"click": {"cli"}, "rich": {"cli", "gate_text", "pytest_plugin", "report"}}  # library -> who may import it
+TERMINAL = {
+    "click": {"cli", "cli_drift"},
+    "rich": {"drift_text", "gate_text", "progress", "pytest_plugin", "report"},
+}  # library -> who may import it
 
 
 @cache
