@@ -5,6 +5,7 @@
 # make docs    write the tables and transcripts in docs/ and README.md again
 # make bench   speed and memory, by numbers
 # make exam    every mutant, and every correct kernel over many seeds (hours): docs/correct.md, docs/exam.md
+# make drift   every way to round on the small checkpoint (a quarter of an hour): docs/drift_measured.md
 # make study   the calibration tables (ten minutes): docs/study.md
 # make screenshots   reports of an accept and of a reject as pictures, in build/
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := .venv/bin
 # The root stays off sys.path, so that ./kernels can hide no installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: gate lock test docs bench exam study screenshots clean
+.PHONY: gate lock test docs bench drift exam study screenshots clean
 gate: .venv/ready
 	$(BIN)/oracle gate --lock ci/thresholds --cases ci/cases $(if $(BASE),--base $(BASE))
 
@@ -35,6 +36,9 @@ bench: .venv/ready
 
 exam: .venv/ready
 	$(BIN)/python ci/exam.py
+
+drift: .venv/ready
+	$(BIN)/python ci/drift_study.py $(OTHER)
 
 study: .venv/ready
 	$(BIN)/python ci/study.py

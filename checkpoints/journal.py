@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from oracle.checkpoints.cache import cache_folder
 from oracle.checkpoints.divergence import Divergence, from_tensors, to_tensors
 from oracle.checkpoints.loading import CheckpointError
 from oracle.checkpoints.lockstep import Finished
@@ -30,7 +31,7 @@ class Journal:
     def of(cls, identity: Mapping[str, object], root: Path | None = None) -> Journal:
         """The journal of the run that `identity` describes, below `root` (by default the user's cache folder)."""
         name = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        return cls((root or cache_folder()) / name)
+        return cls((root or cache_folder("drift")) / name)
 
     def finished(self, blocks: int, candidates: int) -> dict[int, Finished]:
         """What is there of blocks 0 to `blocks` - 1; a file that cannot be read whole counts as absent."""
@@ -64,11 +65,6 @@ class Journal:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"
-
-
-def cache_folder() -> Path:
-    """Where a user's programs keep what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-oracle" / "drift"
 
 
 def _read(file: Path, number: int, candidates: int) -> Finished | None:

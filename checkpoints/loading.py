@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oracle.checkpoints.converted import ConversionError, converted
 from oracle.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model at `path` in evaluation mode on the CPU, its weights in `dtype`, and its tokenizer.
 
-    `path` is a Hugging Face folder with safetensors weights, or a .gguf file (dequantised).  `dtype` is "bf16", "fp16" or
-    "fp32".  `attention` is a name that transformers has an attention function for ("sdpa", "eager", or one registered before);
-    None is transformers' own choice for the model.  Nothing is downloaded, no pickle is read and no code of the checkpoint runs.
+    `path` is a Hugging Face folder with safetensors weights, or a .gguf file (dequantised): the first load of one converts it
+    into the user's cache folder, and is slow.  `dtype` is "bf16", "fp16" or "fp32".  `attention` is a name that transformers
+    has an attention function for ("sdpa", "eager", or one registered before); None is transformers' own choice for the model.
+    Nothing is downloaded, no pickle is read and no code of the checkpoint runs.
     Raises CheckpointError.
     """
     where = Path(path)
@@ -51,7 +53,6 @@ def load_model(
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
     hf = transformers()
-    import torch
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.keys()})
@@ -60,7 +61,27 @@ def load_model(
         raise CheckpointError(f"attention {attention!r} is unknown to transformers; choose from {', '.join(known)}")
     if foreign := sorted(_attention_names(where) - {*known}):
         raise CheckpointError(f"{where}: its config.json asks for attention {foreign[0]!r}, which is not in transformers itself")
-    folder, gguf = (str(where.parent), {"gguf_file": where.name}) if where.is_file() else (str(where), {})
+    if where.is_dir():
+        return read_files(where, dtype, attention=attention)
+    try:
+        with _quiet(hf):
+            files = converted(where, lambda: read_files(where, "fp32"))
+    except ConversionError as error:
+        raise CheckpointError(str(error)) from error
+    return read_files(files, dtype, attention=attention, name=where)
+
+
+def read_files(
+    files: Path, dtype: str, *, attention: str | None = None, name: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """What `load_model` returns, as transformers reads it from a folder, or slowly from a .gguf file.
+
+    Nothing is checked before.  `name` is what an error names, by default `files`.  Raises CheckpointError.
+    """
+    hf, where = transformers(), name or files
+    import torch
+
+    folder, gguf = (str(files.parent), {"gguf_file": files.name}) if files.is_file() else (str(files), {})
     common = {"local_files_only": True, "trust_remote_code": False, **gguf}
     try:
         with _quiet(hf):

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oracle.accept import Asked, accept, listed
+from oracle.checkpoints.configurations import ATTENTIONS, KV_FORMATS, WEIGHTS
 from oracle.families import FAMILIES
 from oracle.inputs import EXTRA_CLASSES, INPUT_CLASSES, PROMISED_CLASSES
 from oracle.kernels.table import KERNELS
@@ -43,6 +44,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 def tables() -> str:
     """The text of docs/tables.md."""
     classes = INPUT_CLASSES | PROMISED_CLASSES | EXTRA_CLASSES
+    words = WEIGHTS | {word: about for word, (_, about) in ATTENTIONS.items()} | KV_FORMATS
     covered = listed(Asked(candidate="emulator", seed=0))
     parts = [
         "# Tables\n\nMade by `make docs`.",
@@ -54,6 +56,8 @@ def tables() -> str:
                 for n, r in KERNELS.items()
             ),
         ),
+        "## Words of a configuration (`oracle drift --configs`)",
+        table(("word", "meaning"), ((f"`{word}`", about) for word, about in words.items())),
         "## Families (`oracle families`)",
         table(
             ("family", "heads", "head dim", "scale", "mask", "softcap", "sinks", "from"),

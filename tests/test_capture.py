@@ -247,8 +247,11 @@ def test_a_short_text_is_taken_whole(folder: Path) -> None:
         capture(folder, 0, "four", 4, attention="flash")
 
 
-def test_a_gguf_file_gives_what_its_safetensors_give(hf: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_what_its_safetensors_give(
+    hf: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
     model, tokenizer = load_model(folder, "fp32")
     words = [word for word, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]

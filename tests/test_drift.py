@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import real_dims, save
+from tiny_models import save_with_texts
 
 from oracle.checkpoints import drift as drifting
 from oracle.checkpoints.divergence import to_tensors
@@ -29,22 +29,19 @@ FILE = Path(__file__).with_name("contract_kernels.py")
 
 
 @pytest.fixture(scope="module")
-def hf() -> Any:
-    return pytest.importorskip("transformers")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint and a folder of texts."""
+    return save_with_texts(pytest.importorskip("transformers"), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(hf, real_dims(hf), tmp_path_factory.mktemp("checkpoints") / "tiny-gemma4")
+def checkpoint(tiny: tuple[Path, Path]) -> Path:
+    return tiny[0]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("one", "two", "three"):
-        line = f"The {name} the other reads, the number of a page: "
-        (folder / f"{name}.txt").write_text("".join(f"{line}{i * i % 97}. " for i in range(30)))
-    return (folder,)
+def texts(tiny: tuple[Path, Path]) -> tuple[Path, ...]:
+    return (tiny[1],)
 
 
 @pytest.fixture

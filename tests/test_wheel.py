@@ -22,6 +22,12 @@ DATA = (
     "checkpoints/loading.py",
     "schema/verdict.schema.json",
     "schema/lock.schema.json",
+    "schema/drift.schema.json",
+    "templates/drift.html",
+    "checkpoints/gemma4-mini/model.safetensors",
+    "checkpoints/gemma4-mini/tokenizer.json",
+    "checkpoints/gemma4-mini/text/documents.json",
+    "checkpoints/gemma4-mini/text/LICENSES/python3.11-doc.txt",
     "py.typed",
 )
 
@@ -115,6 +121,16 @@ def test_the_documented_project_passes_and_fails_as_its_page_says(docs: ModuleTy
 def test_strategies_work_where_warnings_are_errors(docs: ModuleType, installed: Path) -> None:
     printed = docs.session(PAGE.replace("TARGET", repr(str(installed))), "-q -W error --strict-markers")
     assert printed.endswith("2 passed\n"), printed
+
+
+def test_a_small_drift_report_runs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """The checkpoint and its texts come with the wheel."""
+    options = ("--configs", "fp8", "--blocks", "4x64", "--work", str(tmp_path / "work"))
+    command = [sys.executable, "-P", "-m", "oracle", "drift", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "measured 252 tokens in 4 blocks" in done.stdout and os.environ["PYTHONPATH"] == str(installed)
 
 
 def test_nothing_moves_unseen_in_a_project_of_its_own(installed: Path, tmp_path: Path) -> None:

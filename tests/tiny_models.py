@@ -107,3 +107,13 @@ def save(hf: Any, model: Any, where: Path) -> Path:
     model.save_pretrained(where)
     tokenizer(hf).save_pretrained(where)
     return where
+
+
+def save_with_texts(hf: Any, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of `real_dims`, and a folder with three texts for it."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for name in ("one", "two", "three"):
+        line = f"The {name} the other reads, the number of a page: "
+        (texts / f"{name}.txt").write_text("".join(f"{line}{i * i % 97}. " for i in range(30)))
+    return save(hf, real_dims(hf), folder / "tiny-gemma4"), texts
