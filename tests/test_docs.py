@@ -41,7 +41,10 @@ def test_the_transcripts_are_what_the_commands_print(docs: ModuleType, monkeypat
         assert shape(m[2]) == shape(docs.transcript(m[1])), "run make docs"
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/contract.md", "docs/captures.md", "docs/drift.md", "docs/numerics.md"])
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("contract", "captures", "drift", "numerics"))]
+
+
+@pytest.mark.parametrize("document", PAGES)
 def test_every_file_that_a_document_names_exists(document: str) -> None:
     text = (ROOT / document).read_text()
     links = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith("http")]
