@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 from oracle.checkpoints.loading import CheckpointError
@@ -44,6 +45,7 @@ class Plugged:
     function: Callable[..., object] = field(repr=False)
     record: Record
     takes: frozenset[str]  # keyword arguments of the contract
+    source_sha256: str  # of the file that it is defined in, "" where there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def plugged(attention: str) -> Plugged:
     table = {name: row.target for name, row in KERNELS.items()} | {name: target for name, (target, _) in ATTENTIONS.items()}
     try:
         target = locate(word, table)
-        function, _ = load(target)
+        function, module = load(target)
     except (KernelNotFound, KernelImportError) as problem:
         more = f"; words for attention are {', '.join(ATTENTIONS)}" if ":" not in word else ""
         raise CheckpointError(f"{problem}{more}") from None
@@ -105,7 +107,15 @@ def plugged(attention: str) -> Plugged:
     if absent := [name for name in REQUIRED if name not in takes]:
         raise CheckpointError(f"{word}: the kernel contract's {absent[0]} is not among its keyword arguments")
     record = getattr(function, "record", Record())
-    return Plugged(name=attention or "reference", target=target, function=function, record=record, takes=takes)
+    file = getattr(module, "__file__", None)
+    return Plugged(
+        name=attention or "reference",
+        target=target,
+        function=function,
+        record=record,
+        takes=takes,
+        source_sha256=sha256(Path(file).read_bytes()).hexdigest() if file else "",
+    )
 
 
 def chosen_layers(config: Configuration, kinds: Sequence[str]) -> frozenset[int]:
@@ -126,12 +136,6 @@ def chosen_layers(config: Configuration, kinds: Sequence[str]) -> frozenset[int]
     if not wanted or not wanted <= set(every):
         raise CheckpointError(f"{config.text}: the model has no such layer; it has 0 to {len(kinds) - 1}, {_counted(kinds)}")
     return frozenset(wanted)
-
-
-def source_of(target: str) -> Path | None:
-    """The file of a kernel named by path, None for one named by module."""
-    place = target.rpartition(":")[0]
-    return Path(place) if place.endswith(".py") else None
 
 
 def _counted(kinds: Iterable[str]) -> str:

@@ -6,9 +6,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import torch
 
 import oracle
 from oracle.checkpoints.attribution import attribute
-from oracle.checkpoints.configurations import Configuration, configuration, source_of
+from oracle.checkpoints.configurations import Configuration, configuration
 from oracle.checkpoints.decision import decide
 from oracle.checkpoints.divergence import Divergence, joined
 from oracle.checkpoints.drifted import Drift, Row
@@ -79,8 +78,8 @@ def measure(asked: Asked, ranks: Ranks, progress: Progress) -> Drift:
     blocks = cut(documents, tokenizer, counts)
     _check_fits(asked.checkpoint, subject, blocks)
     identity = _identity(asked, subject, tokenizer, blocks)
-    run = identity | _setting() | {name: _sources(variant) for name, variant in variants.items()}
-    journal = Journal.of(run, asked.work)
+    kernels = _sources([reference, *variants.values()])
+    journal = Journal.of(identity | _setting() | {"kernels": kernels, "configurations": list(variants)}, asked.work)
     measured = dict(
         zip(variants, _measured(subject, reference, list(variants.values()), blocks, journal, ranks, progress), strict=True)
     )
@@ -117,7 +116,9 @@ def measure(asked: Asked, ranks: Ranks, progress: Progress) -> Drift:
         pieces=_pieces(tokenizer, blocks),
         layers=subject.shapes(),
         identity=identity,
-        environment=_setting() | {"seconds": time.perf_counter() - began, "command": " ".join(["oracle", *sys.argv[1:]])},
+        environment=_setting()
+        | kernels
+        | {"seconds": time.perf_counter() - began, "command": " ".join(["oracle", *sys.argv[1:]])},
     )
     ranks.wait()
     journal.remove()
@@ -199,10 +200,9 @@ def _ran(variant: Variant, calls: Sequence[int]) -> dict[str, int]:
     return ran
 
 
-def _sources(variant: Variant) -> dict[str, str]:
-    """What a variant's kernels are made from: target -> SHA-256 of a file, or where it comes with the oracle."""
-    files = {kernel.target: source_of(kernel.target) for kernel in variant.kernels.values()}
-    return {t: "" if file is None else sha256(file.read_bytes()).hexdigest() for t, file in files.items()}
+def _sources(variants: Iterable[Variant]) -> dict[str, str]:
+    """What the variants' kernels are made from: target -> SHA-256 of the file that it is in."""
+    return {kernel.target: kernel.source_sha256 for variant in variants for kernel in variant.kernels.values()}
 
 
 def _identity(asked: Asked, subject: Subject, tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Block]) -> dict[str, object]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,37 @@ def test_a_run_that_was_stopped_goes_on_and_says_the_same(
     assert columns(resumed) == columns(whole)
     assert len(again) == (7 if after == 1 else 5)  # of the first batch of two, one was torn; of the second, the third block
     assert not list(asked("fp8").work.iterdir())  # type: ignore[union-attr]
+
+
+def test_a_report_names_the_source_of_every_kernel(asked: Callable[..., Asked]) -> None:
+    drift = measured(asked(f"bf16+{FILE}:plain", "fp8"))
+
+    assert drift.environment[f"{FILE}:plain"] == sha256(FILE.read_bytes()).hexdigest()
+    assert drift.environment["oracle.kernels.torch_sdpa:sdpa_flash"] == drift.environment["oracle.kernels.torch_sdpa:sdpa_math"]
+
+
+def test_a_kernel_that_was_edited_starts_anew(
+    asked: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, measured_now = tmp_path / "kernel.py", list[int]()
+    name = f"bf16+{file}:plain"
+
+    def counted(*given: Any) -> Iterator[Finished]:
+        for block in lockstep(*given):
+            measured_now.append(block.block)
+            if len(measured_now) == 7 and "edited" not in file.read_text():
+                raise KeyboardInterrupt
+            yield block
+
+    monkeypatch.setattr(drifting, "lockstep", counted)
+    file.write_text(FILE.read_text())
+    with pytest.raises(KeyboardInterrupt):
+        measured(asked(name))
+    measured_now.clear()
+    file.write_text(FILE.read_text() + "# edited\n")
+    measured(asked(name))
+
+    assert len(measured_now) == 7
 
 
 def test_another_run_does_not_take_a_journals_blocks(tmp_path: Path) -> None:
