@@ -265,30 +265,67 @@ def test_a_run_without_a_distribution_is_apart_and_not_exact() -> None:
 SCRIPT = """
 import json, sys, torch
 from pathlib import Path
+from oracle.checkpoints import lockstep
 from oracle.checkpoints.drift import Asked, measure
 from oracle.checkpoints.ranks import ranks
 torch.set_num_threads(1)
-checkpoint, texts, work, out = map(Path, sys.argv[1:])
-asked = Asked(checkpoint=checkpoint, configurations=("fp8",), texts=(texts,), blocks="6x48,1x200", work=work)
+checkpoint, texts, work, out = map(Path, sys.argv[1:5])
+lockstep.BATCH = 256  # a block a batch
+asked = Asked(checkpoint=checkpoint, configurations=tuple(sys.argv[5:]), texts=(texts,), blocks="4x200", work=work)
 with ranks() as processes:
     drift = measure(asked, processes, lambda what, done, total: None)
     if processes.rank == 0:
         figures = [(row.figures.kl.value, row.figures.kl.se, sum(row.ran.values())) for row in drift.rows]
         out.write_text(json.dumps(figures))
 """
+KILLED = """
+import os, signal
+from oracle.kernels.torch_sdpa import sdpa_math
+
+calls = 0
 
 
-def test_two_processes_say_what_one_says(checkpoint: Path, texts: tuple[Path, ...], tmp_path: Path) -> None:
+def kernel(q, k_cache, v_cache, *, cu_seqlens_q, seqused_k, page_table, softmax_scale, causal=True, window_size=(-1, -1)):
+    global calls
+    calls += 1
+    if calls > 2 and os.environ.get("RANK") == "1":  # in its second step
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sdpa_math(
+        q, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+    )
+"""
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def launched(
+    tiny: tuple[Path, Path], folder: Path, launch: tuple[str, ...], *configurations: str
+) -> subprocess.CompletedProcess[str]:
+    """A run in processes of its own, each on one thread; its figures are in `folder`/out.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.py").write_text(SCRIPT)
+    places = (*map(str, tiny), str(folder / "work"), str(folder / "out.json"))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, *launch, str(folder / "run.py"), *places, *configurations]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_two_processes_say_what_one_says(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     """Over the same batches, each on one thread."""
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
     said = []
-    for name, launch in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])):
-        out = tmp_path / f"{name}.json"
-        command = [sys.executable, *launch, str(script), str(checkpoint), str(texts[0]), str(tmp_path / name), str(out)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    for name, launch in (("one", ()), ("two", TWO)):
+        done = launched(tiny, tmp_path / name, launch, "fp8")
         assert done.returncode == 0, done.stderr
-        said.append(json.loads(out.read_text()))
+        said.append(json.loads((tmp_path / name / "out.json").read_text()))
 
     assert torch.tensor(said[0]).allclose(torch.tensor(said[1]), rtol=1e-6, atol=0)
+
+
+def test_a_process_that_is_killed_leaves_the_finished_blocks(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each has two batches of one block; the other process finishes its own, or is ended by torchrun."""
+    (tmp_path / "kernel.py").write_text(KILLED)
+    done = launched(tiny, tmp_path, TWO, f"bf16+{tmp_path / 'kernel.py'}:kernel")
+    kept = sorted(int(file.stem) for file in (tmp_path / "work").rglob("*.safetensors"))
+
+    assert done.returncode != 0 and not (tmp_path / "out.json").exists()
+    assert 1 in kept and 3 not in kept  # the first of the killed process's, and not its second
