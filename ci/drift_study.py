@@ -1,4 +1,4 @@
-"""Every way to round, measured on two checkpoints: `make drift` writes docs/drift_measured.md and a sample report.
+"""Every way to round, measured on two checkpoints: `make drift` writes docs/drift_measured.md.
 
     python ci/drift_study.py                                the small Gemma 4 that comes with the oracle
     python ci/drift_study.py SmolLM2-135M-Instruct=FILE.gguf    and another checkpoint beside it
@@ -16,7 +16,6 @@ from pathlib import Path
 from oracle.checkpoints.drift import Asked, measure
 from oracle.checkpoints.drifted import Drift
 from oracle.checkpoints.ranks import Ranks
-from oracle.drift_html import drift_html
 from oracle.drift_markdown import drift_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,11 +49,14 @@ def study(name: str, checkpoint: Path, *, more: bool) -> Drift:
     )
     if more:
         asked = replace(asked, attribute=("fp8+int8-attention",), waypoints=("fp8", "fp8+int8-attention", "bf16+fp8-attention"))
-    return measure(asked, Ranks(), lambda what, done, total: print(f"{name}: {what} {done}/{total}", file=sys.stderr, flush=True))
+    found = measure(
+        asked, Ranks(), lambda what, done, total: print(f"{name}: {what} {done}/{total}", file=sys.stderr, flush=True)
+    )
+    return replace(found, environment=dict(found.environment) | {"command": f"make drift  # {name}"})
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes the page, checkpoint by checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", nargs="*", metavar="NAME=CHECKPOINT")
     options = parser.parse_args()
@@ -63,9 +65,7 @@ def main() -> None:
     for name, checkpoint in places.items():
         drift = study(name, checkpoint, more=checkpoint == MINI)
         parts.append(f"# {name}\n\n{drift_markdown(drift)}")
-        if checkpoint == MINI:
-            (ROOT / "docs" / "drift_sample.html").write_text(drift_html(drift), encoding="utf-8")
-    (ROOT / "docs" / "drift_measured.md").write_text("\n".join(parts), encoding="utf-8")
+        (ROOT / "docs" / "drift_measured.md").write_text("\n".join(parts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def drift_html(drift: Drift) -> str:
 def _values(drift: Drift) -> dict[str, Any]:
     """What the template shows."""
     row = summary.shown(drift)
-    decided = drift.decisions[0] if drift.decisions else None
+    decided = summary.leading(drift)
     return {
         "ruling": str(decided.ruling) if decided else "drift",
         "title": visible(decided.candidate if decided else drift.reference),

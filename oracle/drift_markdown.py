@@ -19,7 +19,8 @@ SIGNS = {Ruling.ACCEPT: "✅", Ruling.REJECT: "❌", Ruling.INCONCLUSIVE: "❔"}
 
 def drift_markdown(drift: Drift) -> str:
     """The report; the same report is the same text."""
-    sign = f"{SIGNS[drift.decisions[0].ruling]} {drift.decisions[0].ruling.upper()}" if drift.decisions else "DRIFT"
+    one = summary.leading(drift)
+    sign = "DRIFT" if one is None else f"{SIGNS[one.ruling]} {one.ruling.upper()}"
     blocks = [
         f"## {sign}: drift from {code(visible(drift.reference))}",
         f"{summary.headline(drift, code)}\n\nMeasured: {summary.measured(drift)}.",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from oracle.checkpoints.decision import Decision, above_floor
+from oracle.checkpoints.decision import Decision, Ruling, above_floor
 from oracle.checkpoints.drifted import Attribution, Drift, Row, Waypoint
 from oracle.checkpoints.figures import Estimate, Figures
 from oracle.drift_numbers import bar, count, ends, number, percent, plus_minus, signed, visible
@@ -64,16 +64,23 @@ class Spot:
 
 
 def headline(drift: Drift, quote: Callable[[str], str] = str) -> str:
-    """What was decided first of all, or where nothing was to be decided, what was found; names are quoted."""
+    """What was decided, or where nothing was to be decided, what was found; names are quoted."""
+    if (one := leading(drift)) is not None:
+        return decision(one, quote)
     if drift.decisions:
-        more = len(drift.decisions) - 1
-        return decision(drift.decisions[0], quote) + (f"; and {more} more" if more else "")
+        rulings = [d.ruling for d in drift.decisions]
+        return f"{len(rulings)} decisions: {', '.join(f'{rulings.count(r)} {r}' for r in Ruling if r in rulings)}"
     kl = [row.figures.kl.value for row in drift.rows if not row.floor]
     floor = "no floor was measured" if drift.floor is None else f"the floor is {plus_minus(drift.floor.figures.kl)}"
     if not kl:
         return f"nothing was measured against {quote(visible(drift.reference))} but its floor; {floor}"
     span = number(kl[0]) if len(kl) == 1 else f"{number(min(kl))} to {number(max(kl))}"
     return f"KL from {quote(visible(drift.reference))}: {span} nats in {count(len(kl), 'configuration')}; {floor}"
+
+
+def leading(drift: Drift) -> Decision | None:
+    """The decision that a report is headed by: its only one.  Of several, none speaks for the others."""
+    return drift.decisions[0] if len(drift.decisions) == 1 else None
 
 
 def measured(drift: Drift) -> str:
@@ -242,8 +249,8 @@ def _points(share: float) -> str:
 
 def shown(drift: Drift) -> Row | None:
     """The configuration whose KL is shown token by token: the one decided on, or else the farthest from the reference."""
-    if drift.decisions:
-        return next((row for row in drift.rows if row.configuration == drift.decisions[0].candidate), None)
+    if (one := leading(drift)) is not None:
+        return next((row for row in drift.rows if row.configuration == one.candidate), None)
     rows = [row for row in drift.rows if not row.floor] or list(drift.rows)
     return max(rows, key=lambda row: math.inf if math.isnan(row.figures.kl.value) else row.figures.kl.value, default=None)
 

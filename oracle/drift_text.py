@@ -33,8 +33,9 @@ def drift_text(drift: Drift) -> RenderableType:
 
 
 def _headline(drift: Drift) -> Text:
-    style = STYLES[drift.decisions[0].ruling] if drift.decisions else "bold"
-    name = drift.decisions[0].ruling.upper() if drift.decisions else "DRIFT"
+    one = summary.leading(drift)
+    style = "bold" if one is None else STYLES[one.ruling]
+    name = "DRIFT" if one is None else one.ruling.upper()
     return Text.assemble((name, style), "  ", summary.headline(drift))
 
 

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from oracle.checkpoints.loading import weights_sha256
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -53,3 +55,13 @@ def test_every_file_that_a_document_names_exists(document: str) -> None:
     folder = (ROOT / document).parent
     assert [t for t in links if t and not (folder / t).exists()] == []
     assert [p for p in paths if not (ROOT / p).exists()] == []
+
+
+def test_drift_was_measured_on_the_checkpoint_that_ships() -> None:
+    """Every configuration of the study, on the weights of checkpoints/gemma4-mini."""
+    page = (ROOT / "docs" / "drift_measured.md").read_text()
+    study = (ROOT / "ci" / "drift_study.py").read_text()
+    configurations = re.findall(r'^    "([^"]+)",$', study, re.MULTILINE)
+
+    assert weights_sha256(ROOT / "checkpoints" / "gemma4-mini") in page
+    assert len(configurations) == 10 and all(page.count(f"| `{name}` | ") >= 2 for name in configurations)

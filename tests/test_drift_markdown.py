@@ -59,7 +59,8 @@ def hostile(drift: Drift) -> Drift:
 
 
 def test_the_first_line_is_the_decision() -> None:
-    assert drift_markdown(DRIFT).splitlines()[0] == "## ✅ ACCEPT: drift from `bf16`"
+    assert drift_markdown(replace(DRIFT, decisions=DRIFT.decisions[:1])).splitlines()[0] == "## ✅ ACCEPT: drift from `bf16`"
+    assert drift_markdown(DRIFT).splitlines()[:3] == ["## DRIFT: drift from `bf16`", "", "2 decisions: 1 accept, 1 reject"]
     assert drift_markdown(replace(DRIFT, decisions=DRIFT.decisions[1:])).splitlines()[0] == "## ❌ REJECT: drift from `bf16`"
     assert drift_markdown(BARE).splitlines()[0] == "## DRIFT: drift from `bf16`"
 

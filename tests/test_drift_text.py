@@ -31,6 +31,7 @@ from oracle.drift_summary import (
 from oracle.drift_text import drift_text
 
 DRIFT = sample()
+ONE = replace(DRIFT, decisions=DRIFT.decisions[:1])
 BARE = replace(DRIFT, decisions=(), attributions=(), waypoints=())
 HOSTILE = "\x1b[31m[bold]red[/bold]\r\n\u202etxt.exe\x07\u0000"
 
@@ -99,12 +100,16 @@ def test_what_is_visible_is_one_printable_line_that_can_be_written(text: str) ->
 
 
 def test_the_first_line_says_what_was_decided_with_both_figures_and_the_margin() -> None:
-    first = " ".join(text_of(DRIFT).splitlines()[:3])
-    decision = DRIFT.decisions[0]
+    first = " ".join(text_of(ONE).splitlines()[:3])
+    (decision,) = ONE.decisions
 
     assert first.startswith(f"{decision.ruling.upper()}  fp8+int8-attention against fp8: {decision.ruling}; KL ")
     assert f"{number(decision.kl_candidate.value)} ± " in first and f"against {number(decision.kl_incumbent.value)} ± " in first
-    assert "5 %" in first and "(12 blocks" in first and "and 1 more" in first
+    assert "5 %" in first and "(12 blocks" in first
+
+
+def test_of_several_decisions_none_heads_the_report() -> None:
+    assert text_of(DRIFT).startswith("DRIFT  2 decisions: 1 accept, 1 reject\n")
 
 
 def test_without_a_decision_the_first_line_says_what_was_found() -> None:
@@ -200,7 +205,7 @@ def test_a_worst_token_stands_behind_the_tokens_that_predict_it() -> None:
 
 
 def test_most_worst_tokens_are_those_of_the_configuration_decided_on() -> None:
-    names = [spot.configuration for spot in spots(DRIFT)]
+    names = [spot.configuration for spot in spots(ONE)]
 
     assert names.count("fp8+int8-attention") == 4 and FLOOR not in names
     assert {names.count(row.configuration) for row in DRIFT.rows[1:]} == {4, 1}
