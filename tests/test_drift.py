@@ -29,6 +29,12 @@ from oracle.checkpoints.waypoints import Ran
 FILE = Path(__file__).with_name("contract_kernels.py")
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's file brings its folder onto sys.path; it is gone after the test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint and a folder of texts."""
