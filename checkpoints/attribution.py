@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oracle.checkpoints.clusters import Estimate, clustered_mean
-from oracle.checkpoints.divergence import Divergence, joined
+from oracle.checkpoints.divergence import Divergence
 from oracle.checkpoints.drifted import Attribution, Swap
 from oracle.checkpoints.loading import CheckpointError
 from oracle.checkpoints.lockstep import batched, lockstep
@@ -117,4 +117,4 @@ def _measured(
             part[block.block] = d
         done += len(blocks[block.block].tokens)
         progress(what, done * ranks.world, total)
-    return [joined(ranks.gathered(part, [len(block.tokens) - 1 for block in blocks])) for part in parts]
+    return [ranks.gathered(part, [len(block.tokens) - 1 for block in blocks]) for part in parts]

@@ -48,6 +48,9 @@ class Divergence:
     finite: Tensor  # bool
 
 
+COLUMNS = {f.name: torch.bool if f.name in ("agree1", "finite") else torch.float64 for f in fields(Divergence)}  # name -> dtype
+
+
 def divergence(reference: Tensor, candidate: Tensor, following: Tensor) -> Divergence:
     """The divergence of `candidate` (N, V) from `reference` (N, V), logits of any floating dtype, at each of N tokens.
 
@@ -78,11 +81,10 @@ def to_tensors(d: Divergence) -> dict[str, Tensor]:
 
 def from_tensors(columns: Mapping[str, Tensor]) -> Divergence:
     """The divergence that `to_tensors` took apart.  Raises ValueError for other columns, dtypes, or lengths."""
-    names = [field.name for field in fields(Divergence)]
-    if sorted(columns) != sorted(names):
-        raise ValueError(f"divergence: got columns {sorted(columns)}, expected {sorted(names)}")
+    if sorted(columns) != sorted(COLUMNS):
+        raise ValueError(f"divergence: got columns {sorted(columns)}, expected {sorted(COLUMNS)}")
     for name, column in columns.items():
-        dtype = torch.bool if name in ("agree1", "finite") else torch.float64
+        dtype = COLUMNS[name]
         if column.dtype != dtype or column.shape != columns["kl"].shape or column.ndim != 1:
             raise ValueError(
                 f"divergence: column {name} is {column.dtype} {tuple(column.shape)}, expected {dtype}, all of one length"

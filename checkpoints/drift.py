@@ -17,7 +17,7 @@ import oracle
 from oracle.checkpoints.attribution import attribute
 from oracle.checkpoints.configurations import Configuration, configuration
 from oracle.checkpoints.decision import decide
-from oracle.checkpoints.divergence import Divergence, joined
+from oracle.checkpoints.divergence import Divergence
 from oracle.checkpoints.drifted import Drift, Row
 from oracle.checkpoints.figures import figures
 from oracle.checkpoints.journal import Journal
@@ -73,13 +73,13 @@ def measure(asked: Asked, ranks: Ranks, progress: Progress) -> Drift:
     documents, counts = read_documents(asked.texts), parse_blocks(asked.blocks)
     model, tokenizer = load_model(asked.checkpoint, "bf16", attention="sdpa")
     subject = Subject(model)
+    blocks = cut(documents, tokenizer, counts)
+    _check_fits(asked.checkpoint, subject, blocks)  # before anything is quantised
     reference = subject.variant(configuration(asked.reference))
     variants = {c.text: subject.variant(c) for c in candidates}
-    blocks = cut(documents, tokenizer, counts)
-    _check_fits(asked.checkpoint, subject, blocks)
     identity = _identity(asked, subject, tokenizer, blocks)
-    kernels = _sources([reference, *variants.values()])
-    journal = Journal.of(identity | _setting() | {"kernels": kernels, "configurations": list(variants)}, asked.work)
+    setting = _setting() | _sources([reference, *variants.values()])
+    journal = Journal.of(identity | setting | {"configurations": list(variants)}, asked.work)
     measured = dict(
         zip(variants, _measured(subject, reference, list(variants.values()), blocks, journal, ranks, progress), strict=True)
     )
@@ -116,9 +116,7 @@ def measure(asked: Asked, ranks: Ranks, progress: Progress) -> Drift:
         pieces=_pieces(tokenizer, blocks),
         layers=subject.shapes(),
         identity=identity,
-        environment=_setting()
-        | kernels
-        | {"seconds": time.perf_counter() - began, "command": " ".join(["oracle", *sys.argv[1:]])},
+        environment=setting | {"seconds": time.perf_counter() - began, "command": " ".join(["oracle", *sys.argv[1:]])},
     )
     ranks.wait()
     journal.remove()
@@ -176,7 +174,7 @@ def _measured(
     lengths, layers = [len(block.tokens) - 1 for block in blocks], len(subject.kinds)
     measured = []
     for c in range(len(variants)):
-        divergence = joined(ranks.gathered({i: f.divergences[c] for i, f in found.items()}, lengths))
+        divergence = ranks.gathered({i: f.divergences[c] for i, f in found.items()}, lengths)
         sums = torch.tensor([[f.seconds[c], *f.calls[c]] for f in found.values()] or [[0.0] * (layers + 1)], dtype=torch.float64)
         seconds, *calls = ranks.sum(sums.sum(0)).tolist()
         measured.append(Measured(divergence, seconds, tuple(map(int, calls))))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oracle.checkpoints.configurations import Plugged
 from oracle.checkpoints.loading import CheckpointError
+from oracle.references.rounding import round_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,18 +91,12 @@ class Run:
         slot = self.table[sequence, position // PAGE_SIZE].long() * PAGE_SIZE + position % PAGE_SIZE
         for pages, rows in ((pool.k, k), (pool.v, v)):
             # an e4m3 value at scale 1 is exact in 16 bits: kernels of 16-bit caches read what an 8-bit cache would hold
-            pages.view(-1, *pages.shape[2:])[slot] = e4m3(rows) if layer in self.eight_bit else rows
+            pages.view(-1, *pages.shape[2:])[slot] = round_to(rows, "e4m3") if layer in self.eight_bit else rows
         return pool
 
     def _empty(self, new: Tensor) -> Tensor:
         pages = self.table.numel() + SPARE
         return torch.full((pages, PAGE_SIZE, *new.shape[1:]), torch.nan, dtype=new.dtype, device=new.device)
-
-
-def e4m3(x: Tensor) -> Tensor:
-    """`x` rounded to e4m3 at scale 1, saturating, in its own dtype."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    return x.clamp(-limit, limit).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def scattered(sequences: int, tokens: int, device: torch.device) -> Tensor:

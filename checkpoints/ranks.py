@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 
-from oracle.checkpoints.divergence import Divergence, from_tensors, to_tensors
+from oracle.checkpoints.divergence import COLUMNS, Divergence, from_tensors, to_tensors
 
 T = TypeVar("T")
 
@@ -37,21 +38,16 @@ class Ranks:
             torch.distributed.all_reduce(values)
         return values
 
-    def gathered(self, parts: dict[int, Divergence], lengths: Sequence[int]) -> list[Divergence]:
-        """The divergence of every block, `lengths[i]` positions of block i, where each process holds `parts` of them."""
-        names = list(to_tensors(_empty()))
-        whole = torch.zeros(sum(lengths), len(names), dtype=torch.float64)
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    def gathered(self, parts: Mapping[int, Divergence], lengths: Sequence[int]) -> Divergence:
+        """The divergence of all blocks in order, `lengths[i]` positions of block i, where each process holds `parts` of them."""
+        whole = torch.zeros(sum(lengths), len(COLUMNS), dtype=torch.float64)
+        ends = list(accumulate(lengths))
         for block, part in parts.items():
             columns = to_tensors(part)
-            rows = slice(starts[block], starts[block] + lengths[block])
-            whole[rows] = torch.stack([columns[name].double().cpu() for name in names], 1)
+            rows = slice(ends[block] - lengths[block], ends[block])
+            whole[rows] = torch.stack([columns[name].double().cpu() for name in COLUMNS], 1)
         self.sum(whole)
-        kinds = {name: column.dtype for name, column in to_tensors(_empty()).items()}
-        return [
-            from_tensors({name: whole[start : start + n, c].to(kinds[name]) for c, name in enumerate(names)})
-            for start, n in zip(starts, lengths, strict=True)
-        ]
+        return from_tensors({name: column.to(COLUMNS[name]) for name, column in zip(COLUMNS, whole.unbind(1), strict=True)})
 
 
 @contextmanager
@@ -66,19 +62,3 @@ def ranks() -> Iterator[Ranks]:
         yield Ranks(torch.distributed.get_rank(), world)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def _empty() -> Divergence:
-    """Of no position: what the columns are called, and of which dtype."""
-    number, truth = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
-    return Divergence(
-        kl=number,
-        kl_reverse=number,
-        js=number,
-        agree1=truth,
-        agree5=number,
-        nll_reference=number,
-        nll_candidate=number,
-        confidence=number,
-        finite=truth,
-    )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from dataclasses import fields, replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
 from drift_sample import measured, row_of, sample, text_of
+from html_pages import Read, pictures
 
 from oracle import drift_charts as charts
 from oracle.canvas import Picture
@@ -25,37 +24,6 @@ from oracle.html_report import LIBRARIES
 DRIFT = sample()
 BARE = replace(DRIFT, decisions=(), attributions=(), waypoints=())
 HOSTILE = "</title><script>alert('x')</script><img src=\"http://a.b/c\">&amp;{{ 7 * 7 }} \x1b[0m\u202e '"
-
-
-class Read(HTMLParser):
-    """The tags with their attributes, and the text by the tag it is in."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[tuple[str, str]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text.append((self.tags[-1][0] if self.tags else "", data))
-
-    def attributes(self, *names: str) -> list[str]:
-        return [value or "" for _, attrs in self.tags for name, value in attrs.items() if name in names]
-
-    def headings(self) -> list[str]:
-        return [text.strip() for tag, text in self.text if tag == "h2" and text.strip()]
-
-    def whole(self) -> str:
-        return "".join(text for tag, text in self.text if tag != "style")
-
-
-def pictures(html: str) -> list[str]:
-    """The SVG of every picture, light and dark."""
-    found = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", html)
-    return [base64.b64decode(data).decode() for data in found]
 
 
 def spoiled(row: Row, tokens: int) -> Row:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import click
 import pytest
 import torch
+from html_pages import Read, pictures
 
 from oracle import accept as accepting
 from oracle.casefile import read
@@ -76,37 +75,6 @@ REJECTED = replace(
     ),
 )
 HOSTILE = "</title><script>alert('x')</script><img src=\"http://a.b/c\">&amp;{{ 7 * 7 }} 'END"
-
-
-class Read(HTMLParser):
-    """The tags with their attributes, and the text by the tag it is in."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[tuple[str, str]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text.append((self.tags[-1][0] if self.tags else "", data))
-
-    def attributes(self, *names: str) -> list[str]:
-        return [value or "" for _, attrs in self.tags for name, value in attrs.items() if name in names]
-
-    def headings(self) -> list[str]:
-        return [text.strip() for tag, text in self.text if tag == "h2" and text.strip()]
-
-    def whole(self) -> str:
-        return "".join(text for tag, text in self.text if tag != "style")
-
-
-def pictures(html: str) -> list[str]:
-    """The SVG of every picture, light and dark."""
-    found = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", html)
-    return [base64.b64decode(data).decode() for data in found]
 
 
 ACCEPTED_HTML, REJECTED_HTML = html_report(ACCEPTED, EVIDENCE), html_report(REJECTED, EVIDENCE)

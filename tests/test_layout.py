@@ -59,7 +59,7 @@ ONLY: dict[str, set[str]] = {
     "kernels": {"contract", "formats", "references"},
     "mutants": {"contract", "references", "verdict"},
     "isolation": {"contract", "formats"},
-    "checkpoints": {"captured", "contract", "errors", "families", "isolation", "kernels", "oracle"},
+    "checkpoints": {"captured", "contract", "errors", "families", "isolation", "kernels", "oracle", "references"},
 }
 
 # Who prints or ends the process, and why.

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from oracle.checkpoints.configurations import Plugged, plugged
 from oracle.checkpoints.loading import CheckpointError
-from oracle.checkpoints.paged import PAGE_SIZE, Run, e4m3, paged, scattered, step
+from oracle.checkpoints.paged import PAGE_SIZE, Run, paged, scattered, step
+from oracle.references.rounding import round_to
 
 FILE = Path(__file__).with_name("contract_kernels.py")
 
@@ -118,7 +119,7 @@ def test_e4m3_is_the_nearest_of_its_numbers_and_saturates(values: list[float]) -
     x = torch.tensor(values, dtype=torch.float16)
 
     apart = (x.double()[:, None] - every).abs()
-    assert torch.equal((x.double() - e4m3(x).double()).abs(), apart.amin(1))
+    assert torch.equal((x.double() - round_to(x, "e4m3").double()).abs(), apart.amin(1))
 
 
 def test_an_8_bit_cache_changes_what_its_layers_say_and_no_other(models: dict[str, Any]) -> None:
@@ -129,7 +130,9 @@ def test_an_8_bit_cache_changes_what_its_layers_say_and_no_other(models: dict[st
     held = ran._pools[0].k.nan_to_num()
 
     assert not torch.equal(*said)
-    assert torch.equal(held, e4m3(held)) and not torch.equal(ran._pools[1].k.nan_to_num(), e4m3(ran._pools[1].k.nan_to_num()))
+    assert torch.equal(held, round_to(held, "e4m3")) and not torch.equal(
+        ran._pools[1].k.nan_to_num(), round_to(ran._pools[1].k.nan_to_num(), "e4m3")
+    )
 
 
 def test_a_window_that_the_kernel_does_not_take_is_an_error(models: dict[str, Any]) -> None:
