@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oracle import __version__
-from oracle.cli_drift import drift
+from oracle.cli_drift import check_folders, drift
 from oracle.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def accept(
     if list_only:
         console().print(coverage_table(listed(asked)))
         return 0
-    for option, file in (("--json", json_file), ("--markdown", markdown_file), ("--html", html_file)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise click.UsageError(f"{option} {file}: there is no folder {file.absolute().parent}")
+    check_folders({"--json": json_file, "--markdown": markdown_file, "--html": html_file})
     gathered = _gathered() if html_file is not None else None
     verdict = _judge(asked, gathered)
     _show(verdict, json_file)
@@ -375,8 +373,7 @@ def capture(checkpoint: Path, layer: int, text_file: Path, output: Path, max_tok
     from oracle.checkpoints.capture import capture as run
     from oracle.checkpoints.capture import capture_command
 
-    if not output.absolute().parent.is_dir():
-        raise click.UsageError(f"-o {output}: there is no folder {output.absolute().parent}")
+    check_folders({"-o": output})
     text = text_file.read_bytes().decode("utf-8")
     command = capture_command(checkpoint, layer, text_file, max_tokens, dtype)
     taken = run(checkpoint, layer, text, max_tokens, dtype, command=command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,9 +78,7 @@ def drift(
 
     if (candidate is None) != (incumbent is None):
         raise click.UsageError("--accept and --no-worse-than name the two sides of a decision: give both")
-    for option, file in (("--json", json_file), ("--markdown", markdown_file), ("--html", html_file)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise click.UsageError(f"{option} {file}: there is no folder {file.absolute().parent}")
+    check_folders({"--json": json_file, "--markdown": markdown_file, "--html": html_file})
     if html_file is not None:
         from oracle.html_report import check_installed
 
@@ -110,6 +109,13 @@ def drift(
             console().print(drift_text(found))
             _write(found, json_file, markdown_file, html_file)
     return EXIT[str(found.decisions[0].ruling)] if candidate else 0
+
+
+def check_folders(named: Mapping[str, Path | None]) -> None:
+    """Returns when every file that an option names lies in a folder that is there.  Raises UsageError otherwise."""
+    for option, file in named.items():
+        if file is not None and not file.absolute().parent.is_dir():
+            raise click.UsageError(f"{option} {file}: there is no folder {file.absolute().parent}")
 
 
 def _tokens(bar: Progress) -> Tokens:
