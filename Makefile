@@ -33,6 +33,7 @@ docs: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python ci/bench.py
+	$(BIN)/python ci/bench_drift.py
 
 exam: .venv/ready
 	$(BIN)/python ci/exam.py

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import torch
 
 import oracle
 from oracle.checkpoints.attribution import attribute
-from oracle.checkpoints.configurations import Configuration, configuration
+from oracle.checkpoints.configurations import Configuration, Plugged, configuration
 from oracle.checkpoints.decision import decide
 from oracle.checkpoints.divergence import Divergence
 from oracle.checkpoints.drifted import Drift, Row
@@ -62,8 +62,10 @@ class Measured:
     calls: tuple[int, ...]  # of each layer's kernel
 
 
-def measure(asked: Asked, ranks: Ranks, progress: Progress) -> Drift:
+def measure(asked: Asked, ranks: Ranks, progress: Progress, kernels: Mapping[str, Plugged] | None = None) -> Drift:
     """The report.  What is finished of a run that was stopped is taken from its journal, which is removed at the end.
+
+    `kernels` are those that the attention words of the configurations mean before any other.
 
     Raises CheckpointError: something that was asked for does not fit, a configuration's path did not run, or one that rounds
     somewhere drifts nowhere.
@@ -72,7 +74,7 @@ def measure(asked: Asked, ranks: Ranks, progress: Progress) -> Drift:
     candidates = _wanted(asked)
     documents, counts = read_documents(asked.texts), parse_blocks(asked.blocks)
     model, tokenizer = load_model(asked.checkpoint, "bf16", attention="sdpa")
-    subject = Subject(model)
+    subject = Subject(model, kernels or {})
     blocks = cut(documents, tokenizer, counts)
     _check_fits(asked.checkpoint, subject, blocks)  # before anything is quantised
     reference = subject.variant(configuration(asked.reference))

@@ -187,7 +187,7 @@ def _check_declared(kernel: Plugged, layer: int, q: Tensor, v: Tensor) -> None:
         if got not in declared:
             raise CheckpointError(
                 f"{kernel.name}: layer {layer} has {what} {got}, the kernel declares {', '.join(map(str, declared))}; "
-                f"leave that layer out with @LAYERS"
+                f"leave that layer out: @LAYERS in a configuration, --layers of `oracle accept`"
             )
 
 

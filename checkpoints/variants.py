@@ -36,6 +36,7 @@ class Subject:
     """A model in evaluation mode, and what its configurations share."""
 
     model: PreTrainedModel
+    given: Mapping[str, Plugged] = field(default_factory=dict, repr=False)  # attention word -> the kernel it means
     kinds: tuple[str, ...] = ()  # "global" or "sliding", layer by layer
     modules: Projections = field(default_factory=dict, repr=False)
     _kernels: dict[str, Plugged] = field(default_factory=dict, repr=False)
@@ -65,7 +66,7 @@ class Subject:
 
     def _kernel(self, attention: str) -> Plugged:
         if attention not in self._kernels:
-            self._kernels[attention] = plugged(attention)
+            self._kernels[attention] = self.given.get(attention) or plugged(attention)
         return self._kernels[attention]
 
     def shapes(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from oracle.suite import PROFILES, Suite, build
 from oracle.trial import ENOUGH, Prepare, Prepared, Seen, Trial, Watch, prepare, prepared_ahead, unwatched
 from oracle.verdict import DOORS, Coverage, Finding, Verdict
 
+if TYPE_CHECKING:
+    from oracle.drift_door import DriftAsked
+
 EMULATOR = "emulator (textbook)"
 MEMORY_LIMIT = 8 << 30
 USAGE = {FailureKind.NOT_FOUND, FailureKind.IMPORT_ERROR, FailureKind.BAD_DECLARATION, FailureKind.UNAVAILABLE}
@@ -57,6 +61,7 @@ class Asked:
     within_fp32: float | None = None
     sanitize: bool = False  # on cuda: the candidate under compute-sanitizer
     graph: bool = False  # on cuda: the candidate's answers from replays of CUDA graphs
+    drift: DriftAsked | None = None  # what door 3 compares
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +131,8 @@ def read_ahead(asked: Asked) -> list[Case]:
         raise InputError(f"--{'sanitize' if asked.sanitize else 'graph'}: got device {asked.device}; it is for --device cuda")
     if not asked.doors or not set(asked.doors) <= set(DOORS):
         raise InputError(f"doors allowed: {', '.join(asked.doors) or 'none'}; expected some of {', '.join(DOORS)}")
+    if ("drift" in asked.doors) != (asked.drift is not None):
+        raise InputError("door drift: it compares configurations of a checkpoint, so --door drift and --checkpoint go together")
     return [] if asked.cases is None else read_cases(asked.cases)
 
 
@@ -189,11 +196,33 @@ def accept(
     every case that has one.
     """
     with _opened(asked) as (candidate, other, suite):
-        seen, extra, related, stopped = _run(asked, candidate, other, suite, progress, make, watch)
+        if asked.drift is None:
+            return _judged(asked, candidate, other, suite, progress, make, watch)
+        from oracle.drift_door import Walker, check, through, waits
+
+        walker = Walker(
+            name=candidate.name, process=candidate.process, description=candidate.description, record=candidate.record
+        )
+        check(asked.drift, walker)
+        verdict = _judged(asked, candidate, other, suite, progress, make, watch)
+        return through(verdict, asked.drift, walker, progress) if waits(verdict) else verdict
+
+
+def _judged(
+    asked: Asked,
+    candidate: Candidate,
+    other: Candidate | None,
+    suite: Suite,
+    progress: Progress,
+    make: Prepare,
+    watch: Watch,
+) -> Verdict:
+    """The verdict by all doors but drift."""
+    seen, extra, related, stopped = _run(asked, candidate, other, suite, progress, make, watch)
     has_lse = "return_lse" in candidate.scope.parameters
     ran = [Exercised(case=s.case, fills=s.fills, has_lse=has_lse) for s in seen]
     covered = with_relations(coverage(candidate.scope, suite, ran), candidate.scope, suite, related.ran)
-    verdict = decide(
+    return decide(
         candidate=asked.candidate,
         incumbent=asked.against or EMULATOR,
         named=bool(asked.against),
@@ -208,7 +237,6 @@ def accept(
         notes=[*_stopped(stopped), *related.notes],
         environment=environment(asked, candidate, suite),
     )
-    return verdict
 
 
 def _stopped(not_run: int) -> list[str]:

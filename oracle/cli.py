@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oracle import __version__
-from oracle.cli_drift import check_folders, drift
+from oracle.checkpoints import shipped
+from oracle.cli_drift import blocks_option, check_folders, drift, text_option
 from oracle.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -47,7 +48,25 @@ cli.add_command(drift)
 @click.argument("kernel")
 @click.option("--against", default="", metavar="KERNEL", help="The incumbent: the kernel it would replace.")
 @click.option("--family", "families", multiple=True, metavar="FAMILY", help="Judge only this layer type; may be repeated.")
-@click.option("--door", "doors", multiple=True, type=click.Choice(["bits", "accuracy"]), help="Doors allowed [default: both].")
+@click.option(
+    "--door",
+    "doors",
+    multiple=True,
+    type=click.Choice(["bits", "accuracy", "drift"]),
+    help="Doors allowed [default: bits and accuracy, and drift where there is a --checkpoint].",
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Door drift: the checkpoint that KERNEL runs in; gemma4-mini is the one that comes with the oracle.",
+)
+@click.option(
+    "--no-worse-than", "accepted", default="fp8", show_default=True, metavar="C", help="Door drift: what is already accepted."
+)
+@click.option("--layers", default="", help="Door drift: global, sliding or numbers: the layers that call KERNEL [default: all].")
+@text_option
+@blocks_option
 @click.option(
     "--cases", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of CASE.toml, judged as well."
 )
@@ -71,12 +90,20 @@ cli.add_command(drift)
     "--markdown", "markdown_file", type=click.Path(path_type=Path, dir_okay=False), help="Write it as Markdown, for a CI summary."
 )
 @click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write it with pictures, as one file.")
+@click.pass_context
 def accept(
+    context: click.Context,
+    /,
     json_file: Path | None,
     markdown_file: Path | None,
     html_file: Path | None,
     list_only: bool,
     doors: tuple[str, ...],
+    checkpoint: Path | None,
+    accepted: str,
+    layers: str,
+    texts: tuple[Path, ...],
+    blocks: str,
     **options: Any,
 ) -> int:
     """May KERNEL ship?  Exit status: 0 accept, 1 reject, 2 wrong usage, 3 inconclusive or too little covered.
@@ -86,7 +113,23 @@ def accept(
     from oracle.accept import Asked, listed
     from oracle.report import console, coverage_table
 
-    asked = Asked(candidate=options.pop("kernel"), doors=doors or ("bits", "accuracy"), **options)
+    allowed = doors or ("bits", "accuracy", *(["drift"] if checkpoint else []))
+    compared = None
+    if checkpoint is None:
+        for name, option in (
+            ("accepted", "--no-worse-than"),
+            ("layers", "--layers"),
+            ("texts", "--text"),
+            ("blocks", "--blocks"),
+        ):
+            if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+                raise click.UsageError(f"{option} is for --door drift: name a --checkpoint")
+    else:
+        from oracle.drift_door import DriftAsked
+
+        where = shipped.folder() if str(checkpoint) == shipped.NAME and not checkpoint.exists() else checkpoint
+        compared = DriftAsked(checkpoint=where, accepted=accepted, layers=layers, texts=texts, blocks=blocks)
+    asked = Asked(candidate=options.pop("kernel"), doors=allowed, drift=compared, **options)
     if list_only:
         console().print(coverage_table(listed(asked)))
         return 0

@@ -6,12 +6,12 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from oracle.checkpoints import shipped
 from oracle.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -20,10 +20,19 @@ if TYPE_CHECKING:
 
 CONFIGS = "fp8,fp8+int8-attention"
 FORM = "WEIGHTS[+ATTENTION][+kv-FORMAT][@LAYERS]"
-BLOCKS = "64x512,4x4096"
 PAIR = ("fp8+int8-attention", "fp8")  # the decision of a report that was asked for nothing
 EXIT = {"accept": 0, "reject": 1, "inconclusive": 3}
 FILE = click.Path(path_type=Path, dir_okay=False)
+text_option = click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="A UTF-8 file, or a folder of .txt, that CHECKPOINT reads.",
+)
+blocks_option = click.option(
+    "--blocks", default=shipped.BLOCKS, show_default=True, metavar="NxLENGTH,...", help="Blocks of so many tokens of it."
+)
 
 
 @click.command()
@@ -31,14 +40,8 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--configs", default=CONFIGS, show_default=True, metavar="C,C,...", help=f"Each {FORM}.")
 @click.option("--reference", default="bf16", show_default=True, metavar="C", help="What all others are measured from.")
 @click.option("--floor", metavar="C", help="A second, equally correct kernel of the reference [default: bf16+other-attention].")
-@click.option(
-    "--text",
-    "texts",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="A UTF-8 file, or a folder of .txt.",
-)
-@click.option("--blocks", default=BLOCKS, show_default=True, metavar="NxLENGTH,...", help="Blocks of so many tokens.")
+@text_option
+@blocks_option
 @click.option("--accept", "candidate", metavar="C", help="Decide whether this configuration's drift is no worse than that of ...")
 @click.option("--no-worse-than", "incumbent", metavar="C", help="... this one, which is already accepted.")
 @click.option("--margin", type=click.FloatRange(min=0), default=0.05, show_default=True, help="... by more than this share.")
@@ -86,11 +89,10 @@ def drift(
     asked_for = tuple(name for name in re.split(r",(?=[a-z])", configs) if name)
     pair = (candidate, incumbent) if candidate and incumbent else PAIR
     wanted = dict.fromkeys((*asked_for, *(pair if candidate else ()), *attribute))
-    shipped = files("oracle").joinpath("checkpoints/gemma4-mini")
     asked = Asked(
-        checkpoint=checkpoint or Path(str(shipped)),
+        checkpoint=checkpoint or shipped.folder(),
         configurations=tuple(wanted),
-        texts=texts or (Path(str(shipped)) / "text",),
+        texts=texts or (shipped.text(),),
         blocks=blocks,
         reference=reference,
         floor=FLOOR if floor is None else floor,

@@ -101,6 +101,8 @@ def _figures(verdict: Verdict) -> RenderableType:
     table.add_row("absolute", f"mean {f.mean_abs:.3g}, max {f.max_abs:.3g}; row sum taken {f.row_sum} rounding P")
     if verdict.ratios:
         table.add_row("against", _ratio(verdict.ratios[0], verdict.incumbent))
+    if d := verdict.drift:
+        table.add_row("drift", Text(f"{d.reason}{'' if d.kl_floor is None else f'; floor {d.kl_floor:.2g}'}"))
     slopes = "; ".join(f"{name} {s['beta']:+.1e} ({s['share_of_limit']:.0%} of its limit)" for name, s in f.slopes.items())
     table.add_row("slopes", slopes)
     table.add_row("calls", f"{f.calls}")

@@ -38,6 +38,8 @@ def headline(verdict: Verdict, quote: Callable[[str], str] = str) -> str:
         return f"through door {verdict.door}, against {quote(verdict.incumbent)}"
     if verdict.findings:
         return ", ".join(verdict.reasons[:3])
+    if verdict.outcome is Outcome.INCONCLUSIVE and (d := verdict.drift) and d.ruling == verdict.outcome:
+        return f"does it drift more than {quote(d.incumbent)}? this text cannot tell"
     if verdict.outcome is Outcome.INCONCLUSIVE:
         return f"as accurate as {quote(verdict.incumbent)}? these rows cannot tell"
     return "nothing found against it, but too little was judged"
@@ -78,6 +80,10 @@ def figures(verdict: Verdict) -> list[tuple[str, str, str]]:
         decide = "" if r.rows_to_decide is None else f"; about {r.rows_to_decide:,} would decide"
         interval = f"{r.value:.3f} [{r.lower:.3f}, {r.upper:.3f}]"
         rows.append((f"{RATIO}, {r.label}", interval, f"margin {r.margin}; {r.rows:,} clusters{decide}"))
+    if d := verdict.drift:
+        floor = "" if d.kl_floor is None else f"; floor {d.kl_floor:.3g}"
+        beside = f"{d.incumbent} {d.kl_incumbent:.3g} ± {d.kl_incumbent_se:.1g}, margin {d.margin:.0%}; {d.blocks} blocks{floor}"
+        rows.append((f"mean KL of {d.candidate}, nats", f"{d.kl_candidate:.3g} ± {d.kl_candidate_se:.1g}", beside))
     for name, s in f.slopes.items():
         rows.append((f"slope: {name}", f"{s['beta']:+.1e}", f"{s['share_of_limit']:.0%} of its limit"))
     return rows
@@ -89,7 +95,8 @@ def in_short(verdict: Verdict) -> str:
     if f is None:
         return ""
     ratio = [f"{RATIO} {r.value:.3f} [{r.lower:.3f}, {r.upper:.3f}] (margin {r.margin})" for r in verdict.ratios[:1]]
-    return "; ".join([f"max e {f.max_e:.3g} (limit 1)", *ratio])
+    drift = [f"KL {d.kl_candidate:.3g} against {d.kl_incumbent:.3g}"] if (d := verdict.drift) else []
+    return "; ".join([f"max e {f.max_e:.3g} (limit 1)", *ratio, *drift])
 
 
 def not_covered(verdict: Verdict) -> list[Gap]:

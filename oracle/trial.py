@@ -16,7 +16,7 @@ from torch import Tensor
 from oracle.cases import Case
 from oracle.contract import Call, Record
 from oracle.isolation.outcome import Failure, FailureKind, Returned
-from oracle.isolation.process import KernelProcess
+from oracle.isolation.process import KernelProcess, patience_s
 from oracle.material import Material, material, offsets
 from oracle.measure import Measured, Truth, Worst, measure, tell
 from oracle.pool import QUICK_FILLS, Fill, Laid, is_canary, lay_out, without_fill
@@ -113,10 +113,10 @@ def prepared_ahead(cases: Iterable[Case], record: Record, make: Prepare = prepar
 
 
 def timeout_s(case: Case, record: Record) -> float:
-    """Seconds that one call may take: a hundred times what a slow honest kernel of its kind needs."""
+    """Seconds that one call of the case may take."""
     f = case.family
-    work = sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True)) * f.q_heads * (f.head_dim + f.head_dim_v)
-    return 300.0 + work / 1e5 if record.interpreted else 60.0 + work / 1e7
+    pairs = sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True))
+    return patience_s(pairs * f.q_heads * (f.head_dim + f.head_dim_v), record)
 
 
 class Trial:

@@ -12,7 +12,7 @@ class Outcome(StrEnum):
 
     ACCEPT = "accept"
     REJECT = "reject"
-    INCONCLUSIVE = "inconclusive"  # door 2 cannot tell with these rows
+    INCONCLUSIVE = "inconclusive"  # door 2 cannot tell with these rows, or door 3 with this text
     NOT_COVERED = "not-covered"  # too little of what must be judged was judged
 
 
@@ -49,6 +49,7 @@ class Reason(StrEnum):
     NO_DOOR = "no-door"
     LESS_ACCURATE = "less-accurate"
     LOOSER_CONTRACT = "looser-contract"
+    DRIFT = "drift"
 
 
 MEANINGS: dict[Reason, str] = {
@@ -79,6 +80,7 @@ MEANINGS: dict[Reason, str] = {
     Reason.NO_DOOR: "safe, but through none of the doors allowed",
     Reason.LESS_ACCURATE: "door 2: its error is larger than the incumbent's by more than the margin",
     Reason.LOOSER_CONTRACT: "its declared arithmetic may pass only against a named incumbent, or by drift",
+    Reason.DRIFT: "door 3: in the checkpoint it drifts more than the configuration already accepted, by more than the margin",
 }
 
 PRIORITY = {reason: i for i, reason in enumerate(Reason)}
@@ -127,6 +129,29 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriftFigures:
+    """What door 3 compared: mean KL of next-token distributions from the checkpoint as it loads, in nats, and the paired test."""
+
+    checkpoint: str
+    candidate: str  # configuration
+    incumbent: str  # configuration already accepted
+    kl_candidate: float
+    kl_candidate_se: float  # standard error, by text block
+    kl_incumbent: float
+    kl_incumbent_se: float
+    kl_floor: float | None  # of a second, equally correct kernel
+    excess: float  # mean of KL(candidate) - (1 + margin) KL(incumbent), with its one-sided 95 % bounds
+    excess_lower: float
+    excess_upper: float
+    margin: float
+    blocks: int
+    blocks_to_decide: int | None  # where it is inconclusive, and can be told
+    ruling: str  # "accept", "reject", "inconclusive"
+    reason: str  # one sentence
+    identity: dict[str, str]  # hashes of weights, tokenizer and tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """What was judged, and what was not."""
 
@@ -145,7 +170,7 @@ class Verdict:
     """The answer to: may this kernel ship?"""
 
     outcome: Outcome
-    door: str  # "bits" or "accuracy", "" where it went through none
+    door: str  # "bits", "accuracy" or "drift", "" where it went through none
     candidate: str
     incumbent: str
     findings: tuple[Finding, ...]  # the most telling first
@@ -154,6 +179,7 @@ class Verdict:
     coverage: Coverage
     notes: tuple[str, ...]
     inspect: tuple[Finding, ...] = ()
+    drift: DriftFigures | None = None  # None where door 3 was not tried
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property

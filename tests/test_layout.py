@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate",),
     ("exam", "fuzz", "replay", "locking"),
     ("accept", "constants"),
-    ("doors", "coverage", "heldout", "preparation"),
+    ("doors", "drift_door", "coverage", "heldout", "preparation"),
     ("relations", "case_text"),
     ("judged", "exercised", "shrink", "strategies", "ledger", "evidence", "canvas", "drift_numbers"),
     ("trial", "suite", "case_strategies"),

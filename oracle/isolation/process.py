@@ -24,7 +24,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from oracle.contract import Call
+from oracle.contract import Call, Record
 from oracle.isolation.child import Child
 from oracle.isolation.outcome import Description, Failure, FailureKind, Returned, one_line
 from oracle.isolation.packing import Packing, pack
@@ -33,6 +33,15 @@ from oracle.isolation.sanitizer import TOOL, sanitizer
 from oracle.isolation.shared import TensorSpec, dtype_name, rebuild
 
 START_TIMEOUT_S = 600.0  # importing a kernel may build an extension
+
+
+def patience_s(work: float, record: Record) -> float:
+    """Seconds that one call may take: a hundred times what a slow honest kernel of its kind needs.
+
+    `work` is query-key pairs x query heads x (head_dim + head_dim_v).
+    """
+    return 300.0 + work / 1e5 if record.interpreted else 60.0 + work / 1e7
+
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
