@@ -4,7 +4,7 @@
 # make test    lint, types, tests
 # make docs    write the tables and transcripts in docs/ and README.md again
 # make bench   speed and memory, by numbers
-# make exam    every mutant, and every correct kernel over many seeds (hours): docs/correct.md, docs/exam.md
+# make exam    every mutant, and every correct kernel over many seeds (hours): docs/correct.md, docs/exam.md, docs/peers.md
 # make drift   every way to round on the small checkpoint (a quarter of an hour): docs/drift_measured.md
 # make study   the calibration tables (ten minutes): docs/study.md
 # make screenshots   reports of an accept and of a reject as pictures, in build/

@@ -1,4 +1,4 @@
-"""The gate's own exam: `make exam` writes docs/correct.md and docs/exam.md.
+"""The gate's own exam: `make exam` writes docs/correct.md, docs/exam.md and docs/peers.md.
 
 Every mutant must be rejected for a reason that names its fault, and every correct kernel accepted with every seed.  Hours on
 two cores: what is finished stands in a journal, and a run that was stopped goes on from there.
@@ -24,7 +24,7 @@ import oracle
 import oracle.isolation.worker  # what a kernel's process runs: the journal's digest covers it
 from oracle.accept import Asked
 from oracle.doors import looser_than_default
-from oracle.exam import Judged, Yardsticks, asked_peers, judge, judge_mutant
+from oracle.exam import Judged, Yardsticks, asked_peers, judge, judge_mutant, told_by_peers
 from oracle.exam_text import Sheet, checks, faults, kinds, peers
 from oracle.files import write_whole
 from oracle.heldout import held_out_share
@@ -117,8 +117,12 @@ def judge_right(asked: Asked) -> Judged:
 
 def judge_wrong(name: str) -> Judged:
     """What becomes of a mutant, and what the peers' rules say."""
-    judged = judge_mutant(name, 0, preparation())
-    return replace(judged, peers=asked_peers(judged, preparation(), yardsticks()))
+    return told_by_peers(judge_mutant(name, 0, preparation()), preparation(), yardsticks())
+
+
+def judge_right_with_peers(asked: Asked) -> Judged:
+    """What becomes of a correct kernel, and what the peers' rules say."""
+    return replace(judge_right(asked), peers=asked_peers(asked, preparation(), yardsticks()))
 
 
 def finished(work: Callable[[Item], Judged], items: Sequence[Item], journal: Journal, workers: int) -> Iterator[Judged]:
@@ -178,16 +182,31 @@ few of the quick profile's cases stand in the default one as well, with more jud
     return "\n".join([head, *(sheet.markdown() for sheet in sheets), last]), slipped
 
 
+def peers_page(only: str, journal: Journal, workers: int) -> tuple[str, list[str]]:
+    """The page on what the peers' rules say of correct kernels, and those that the oracle itself turned away."""
+    asked = [replace(a, profile="quick") for a in correct() if only in a.candidate and a.seed == 0 and not a.against]
+    known = {j.name: j for j in journal.read()}
+    missing = [a for a in asked if named(a) not in known]
+    known |= {j.name: j for j in finished(judge_right_with_peers, missing, journal, workers)}
+    right = [known[named(a)] for a in asked]
+    head = f"""A rule that rejects much may only be strict.  These are {len(right)} correct kernels of [correct.md](correct.md), on the quick
+profile with seed 0; what the rules say of faulty ones is in [exam.md](exam.md).
+"""
+    turned_away = [j.name for j in right if j.outcome != Outcome.ACCEPT]
+    return "\n".join([head, *([peers(right).markdown()] if right else [])]), turned_away
+
+
 PAGES = {  # part -> what makes its page, the page, its title
     "correct": (correct_page, "correct.md", "Correct kernels before the gate"),
     "mutants": (mutants_page, "exam.md", "The gate's own exam"),
+    "peers": (peers_page, "peers.md", "Other projects' rules before correct kernels"),
 }
 
 
 def main() -> int:
     """Writes the pages.  Returns 1 where a verdict is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PAGES, nargs="*", help="which of the two [default: both]")
+    parser.add_argument("part", choices=PAGES, nargs="*", help="which of them [default: all]")
     parser.add_argument("--only", default="", help="only kernels whose name holds this; the pages are then printed, not written")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--journals", type=Path, default=ROOT / "ci" / "exam", help="folder of the journals [default: ci/exam/]")

@@ -78,7 +78,13 @@ def judge_mutants(names: Iterable[str], seed: int, with_peers: bool) -> list[Jud
     """What becomes of mutants; with `with_peers`, what other projects' rules say as well."""
     prepare, known = shared_preparation(), Yardsticks()
     judged = [judge_mutant(name, seed, prepare) for name in names]
-    return [replace(one, peers=asked_peers(one, prepare, known)) for one in judged] if with_peers else judged
+    return [told_by_peers(one, prepare, known) for one in judged] if with_peers else judged
+
+
+def told_by_peers(mutant: Judged, prepare: Prepare, known: Yardsticks) -> Judged:
+    """The same, with what the peers say on the cases of its verdict."""
+    asked = Asked(candidate=f"{TABLE}:{mutant.name}", seed=mutant.seed, profile=mutant.profile)
+    return replace(mutant, peers=asked_peers(asked, prepare, known))
 
 
 def examine(names: Sequence[str], seed: int, *, with_peers: bool = True, workers: int = 2) -> list[Judged]:
@@ -108,13 +114,12 @@ def only_by(judged: Sequence[Judged]) -> dict[str, list[str]]:
     return found
 
 
-def asked_peers(judged: Judged, prepare: Prepare, known: Yardsticks) -> dict[str, tuple[bool, bool]]:
-    """For each rule, whether it rejects the mutant on the 16-bit cases of its verdict: with randn inputs, and with their own.
+def asked_peers(asked: Asked, prepare: Prepare, known: Yardsticks) -> dict[str, tuple[bool, bool]]:
+    """For each rule, whether it rejects the kernel on the 16-bit cases of its suite: with randn inputs, and with their own.
 
     Peers test on randn, so every case is run with randn inputs as well, but for those that are captures.
     """
     rejects = {name: [False, False] for name in RULES}
-    asked = Asked(candidate=f"{TABLE}:{judged.name}", seed=judged.seed, profile=judged.profile)
     candidate = open_kernel(asked.candidate, "cpu")
     try:
         own = [case for case in plan(asked, candidate).cases if case.dtype != "fp32"]
