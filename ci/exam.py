@@ -189,8 +189,8 @@ def peers_page(only: str, journal: Journal, workers: int) -> tuple[str, list[str
     missing = [a for a in asked if named(a) not in known]
     known |= {j.name: j for j in finished(judge_right_with_peers, missing, journal, workers)}
     right = [known[named(a)] for a in asked]
-    head = f"""A rule that rejects much may only be strict.  These are {len(right)} correct kernels of [correct.md](correct.md), on the quick
-profile with seed 0; what the rules say of faulty ones is in [exam.md](exam.md).
+    head = f"""A rule that rejects much may only be strict.  These are {len(right)} correct kernels of [correct.md](correct.md),
+on the quick profile with seed 0; what the rules say of faulty ones is in [exam.md](exam.md).
 """
     turned_away = [j.name for j in right if j.outcome != Outcome.ACCEPT]
     return "\n".join([head, *([peers(right).markdown()] if right else [])]), turned_away
