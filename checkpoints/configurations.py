@@ -31,7 +31,10 @@ ATTENTIONS: Mapping[str, tuple[str, str]] = {  # word -> target, about
     "fp8-hadamard-attention": (f"{_EIGHT_BIT}:fp8_hadamard", "q, k, P and v e4m3, q and k rotated first"),
 }
 KV_FORMATS = {"kv-fp8": "keys and values e4m3 in the cache, at scale 1"}
-REFERENCE = "oracle.kernels.torch_sdpa:sdpa_flash"  # attention of a configuration that names none
+REFERENCES = {  # device -> attention of a configuration that names none
+    "cpu": "oracle.kernels.torch_sdpa:sdpa_flash",
+    "cuda": "oracle.kernels.triton_prefill:prefill_16",
+}
 KINDS = ("global", "sliding")
 FORM = "WEIGHTS[+ATTENTION][+kv-FORMAT][@LAYERS]"
 
@@ -54,7 +57,7 @@ class Configuration:
 
     text: str  # as it is written
     weights: str  # a key of WEIGHTS
-    attention: str = ""  # a key of ATTENTIONS, or a kernel as `oracle accept` names it; "" = REFERENCE
+    attention: str = ""  # a key of ATTENTIONS, or a kernel as `oracle accept` names it; "" = the reference
     kv: str = ""  # a key of KV_FORMATS, "" = the format of k and v
     layers: str = ""  # "global", "sliding", or numbers and ranges such as "0,3-5"; "" = all
     whole_layers: bool = False  # the layers narrow the weights too, where there is an attention or a cache to narrow
@@ -86,12 +89,12 @@ def configuration(text: str) -> Configuration:
     return Configuration(text=text, weights=words[0], attention=attention, kv=kv, layers=layers)
 
 
-def plugged(attention: str) -> Plugged:
-    """The kernel that the word `attention` of a configuration means, imported into this process.
+def plugged(attention: str, device: str = "cpu") -> Plugged:
+    """The kernel that the word `attention` of a configuration means on "cpu" or "cuda", imported into this process.
 
     Raises CheckpointError for an unknown word and for a function that cannot be called by the kernel contract.
     """
-    word = attention or REFERENCE
+    word = attention or REFERENCES[device]
     table = {name: row.target for name, row in KERNELS.items()} | {name: target for name, (target, _) in ATTENTIONS.items()}
     try:
         target = locate(word, table)

@@ -50,6 +50,7 @@ class Asked:
     margin: float = 0.05
     attribute: tuple[str, ...] = ()  # configurations whose layers are swapped one by one
     waypoints: tuple[str, ...] = ()  # configurations that are run at lengths round the window
+    device: str = "cpu"  # a key of loading.DEVICES
     work: Path | None = None  # folder of unfinished runs, None = the user's cache folder
 
 
@@ -73,14 +74,14 @@ def measure(asked: Asked, ranks: Ranks, progress: Progress, kernels: Mapping[str
     began = time.perf_counter()
     candidates = _wanted(asked)
     documents, counts = read_documents(asked.texts), parse_blocks(asked.blocks)
-    model, tokenizer = load_model(asked.checkpoint, "bf16", attention="sdpa")
+    model, tokenizer = load_model(asked.checkpoint, "bf16", attention="sdpa", device=asked.device)
     subject = Subject(model, kernels or {})
     blocks = cut(documents, tokenizer, counts)
     _check_fits(asked.checkpoint, subject, blocks)  # before anything is quantised
     reference = subject.variant(configuration(asked.reference))
     variants = {c.text: subject.variant(c) for c in candidates}
     identity = _identity(asked, subject, tokenizer, blocks)
-    setting = _setting() | _sources([reference, *variants.values()])
+    setting = _setting(subject) | _sources([reference, *variants.values()])
     journal = Journal.of(identity | setting | {"configurations": list(variants)}, asked.work)
     measured = dict(
         zip(variants, _measured(subject, reference, list(variants.values()), blocks, journal, ranks, progress), strict=True)
@@ -217,7 +218,7 @@ def _identity(asked: Asked, subject: Subject, tokenizer: PreTrainedTokenizerBase
     }
 
 
-def _setting() -> dict[str, object]:
+def _setting(subject: Subject) -> dict[str, object]:
     """What else the figures may depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -232,6 +233,7 @@ def _setting() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         **versions,
+        "device": ", ".join(_devices(subject)),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "world": int(os.environ.get("WORLD_SIZE", "1")),
@@ -239,6 +241,12 @@ def _setting() -> dict[str, object]:
         "chunk": CHUNK,
         "batch": BATCH,
     }
+
+
+def _devices(subject: Subject) -> list[str]:
+    """Where the model lies, by name: "cpu", or what the CUDA devices are."""
+    places = dict.fromkeys(parameter.device for parameter in subject.model.parameters())
+    return [place.type if place.type == "cpu" else torch.cuda.get_device_name(place) for place in places]
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Block]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +40,7 @@ def isolated(name: str, process: KernelProcess, description: Description, record
         name=name,
         target=description.target,
         function=function,
-        record=record,
+        record=replace(record, devices=("cpu",)),  # the device that its process copies to is no concern of the model's
         takes=frozenset(option for option in (*REQUIRED, *OPTIONAL) if description.takes(option)),
         source_sha256=description.source_sha256 or "",
     )

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names here -> names in torch
+DEVICES = {
+    "cpu": "the CPU",
+    "cuda": "one CUDA device; under torchrun one for each process",
+    "auto": "all CUDA devices, layer by layer, as accelerate shares them out",
+}
 INSTALL = "pip install 'attention-oracle[checkpoints]'"
 
 
@@ -38,9 +43,9 @@ def transformers() -> Any:
 
 
 def load_model(
-    path: str | os.PathLike[str], dtype: str = "bf16", *, attention: str | None = None
+    path: str | os.PathLike[str], dtype: str = "bf16", *, attention: str | None = None, device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model at `path` in evaluation mode on the CPU, its weights in `dtype`, and its tokenizer.
+    """The model at `path` in evaluation mode on `device` (a key of DEVICES), its weights in `dtype`, and its tokenizer.
 
     `path` is a Hugging Face folder with safetensors weights, or a .gguf file (dequantised): the first load of one converts it
     into the user's cache folder, and is slow.  `dtype` is "bf16", "fp16" or "fp32".  `attention` is a name that transformers
@@ -62,17 +67,17 @@ def load_model(
     if foreign := sorted(_attention_names(where) - {*known}):
         raise CheckpointError(f"{where}: its config.json asks for attention {foreign[0]!r}, which is not in transformers itself")
     if where.is_dir():
-        return read_files(where, dtype, attention=attention)
+        return read_files(where, dtype, attention=attention, device=device)
     try:
         with _quiet(hf):
             files = converted(where, lambda: read_files(where, "fp32"))
     except ConversionError as error:
         raise CheckpointError(str(error)) from error
-    return read_files(files, dtype, attention=attention, name=where)
+    return read_files(files, dtype, attention=attention, name=where, device=device)
 
 
 def read_files(
-    files: Path, dtype: str, *, attention: str | None = None, name: Path | None = None
+    files: Path, dtype: str, *, attention: str | None = None, name: Path | None = None, device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """What `load_model` returns, as transformers reads it from a folder, or slowly from a .gguf file.
 
@@ -91,6 +96,7 @@ def read_files(
                 attn_implementation=attention,
                 use_safetensors=True,
                 output_loading_info=True,
+                device_map=_device_map(device),
                 **common,
             )
             tokenizer = hf.AutoTokenizer.from_pretrained(folder, **common)
@@ -101,7 +107,25 @@ def read_files(
     # transformers fills weights that the files lack with random numbers, and only remarks on it.
     if absent := sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]})):
         raise CheckpointError(f"{where}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
+    if (off := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]) or (
+        device != "cpu" and any(parameter.device.type == "cpu" for parameter in model.parameters())
+    ):
+        what = f"{len(off)} weights are off" if off else "some are on the CPU"
+        raise CheckpointError(f"{where}: it does not fit the devices here ({what}); use more of them, or --device cpu")
     return model.eval(), tokenizer
+
+
+def _device_map(device: str) -> dict[str, str] | str | None:
+    """What transformers calls the device; "cuda" is this process's own under torchrun.  Raises CheckpointError."""
+    import torch
+
+    if device not in DEVICES:
+        raise CheckpointError(f"device {device!r} is unknown; choose from {', '.join(DEVICES)}")
+    if device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        raise CheckpointError(f"device {device}: there is no CUDA device here; use --device cpu")
+    return "auto" if device == "auto" else {"": f"cuda:{os.environ.get('LOCAL_RANK', '0')}"}
 
 
 def check_files(where: Path) -> None:

@@ -84,7 +84,7 @@ def _together(
                 logits = step(subject.model, run, list(chunk))
             seconds[c] += time.perf_counter() - began
             for b, true in enumerate(following):
-                parts[b][c].append(divergence(truth[b][: len(true)], logits[b][: len(true)], true))
+                parts[b][c].append(divergence(truth[b][: len(true)], logits[b][: len(true)], true.to(logits[b].device)))
     calls = tuple(tuple(run.calls[layer] for layer in sorted(run.kernels)) for run in runs[1:])
     for number, own in zip(numbers, parts, strict=True):
         shares = tuple(spent / count for spent in seconds)

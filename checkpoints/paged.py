@@ -61,15 +61,16 @@ class Run:
         """
         pool, kernel = self._written(layer, k, v), self.kernels[layer]
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), self.new.cumsum(0)))
-        out = kernel.function(
-            q,
-            pool.k,
-            pool.v,
-            cu_seqlens_q=starts.to(q.device, torch.int32),
-            seqused_k=(self.past + self.new).to(q.device, torch.int32),
-            page_table=self.table,
-            **options,
-        )
+        with torch.cuda.device_of(q):  # where a kernel is launched, if the layers lie on several devices
+            out = kernel.function(
+                q,
+                pool.k,
+                pool.v,
+                cu_seqlens_q=starts.to(q.device, torch.int32),
+                seqused_k=(self.past + self.new).to(q.device, torch.int32),
+                page_table=self.table.to(q.device),
+                **options,
+            )
         self.calls[layer] += 1
         answer, expected = out[0] if isinstance(out, tuple) else out, (*q.shape[:2], v.shape[-1])
         if not isinstance(answer, Tensor) or answer.shape != expected:
@@ -86,9 +87,9 @@ class Run:
         if layer not in self._pools:
             self._pools[layer] = Pool(k=self._empty(k), v=self._empty(v))
         pool = self._pools[layer]
-        sequence = torch.repeat_interleave(torch.arange(len(self.new)), self.new).to(k.device)
-        position = self.positions().to(k.device)
-        slot = self.table[sequence, position // PAGE_SIZE].long() * PAGE_SIZE + position % PAGE_SIZE
+        sequence = torch.repeat_interleave(torch.arange(len(self.new)), self.new).to(self.table.device)
+        position = self.positions().to(self.table.device)
+        slot = (self.table[sequence, position // PAGE_SIZE].long() * PAGE_SIZE + position % PAGE_SIZE).to(k.device)
         for pages, rows in ((pool.k, k), (pool.v, v)):
             # an e4m3 value at scale 1 is exact in 16 bits: kernels of 16-bit caches read what an 8-bit cache would hold
             pages.view(-1, *pages.shape[2:])[slot] = round_to(rows, "e4m3") if layer in self.eight_bit else rows
@@ -182,6 +183,7 @@ def _check_declared(kernel: Plugged, layer: int, q: Tensor, v: Tensor) -> None:
         ("head dims", dims, sorted(even | {*record.uneven_head_dims})),
         ("page size", PAGE_SIZE, record.page_sizes),
         ("query heads per kv head", group, record.groups or (group,)),
+        ("device", q.device.type, record.devices),
         ("dtype", str(q.dtype).removeprefix("torch."), [_LONG_NAMES.get(name, name) for name in record.dtypes]),
     ):
         if got not in declared:

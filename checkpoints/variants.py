@@ -66,7 +66,7 @@ class Subject:
 
     def _kernel(self, attention: str) -> Plugged:
         if attention not in self._kernels:
-            self._kernels[attention] = self.given.get(attention) or plugged(attention)
+            self._kernels[attention] = self.given.get(attention) or plugged(attention, self.model.device.type)
         return self._kernels[attention]
 
     def shapes(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""PyTorch's own attention on the CPU, `scaled_dot_product_attention`, as kernels of the contract.
+"""PyTorch's own attention, `scaled_dot_product_attention`, as kernels of the contract.
 
 Nothing is emulated.  For each sequence the adapter gathers the live keys that some row sees from the page pool, states the
 window and the bottom-right causal rule as a mask, and calls torch once.  `sdpa_flash` is the fast CPU kernel of this table.
@@ -58,11 +58,12 @@ def _gather(cache: Tensor, pages: Tensor, start: int, stop: int) -> Tensor:
     return cache[pages].flatten(0, 1)[start:stop].transpose(0, 1).contiguous()[None]
 
 
-def _mask(lo: int, pos: int, kv_len: int, left: int, right: int) -> Tensor | None:
+def _mask(lo: int, pos: int, kv_len: int, left: int, right: int, device: torch.device) -> Tensor | None:
     """Which of keys lo..kv_len-1 the rows at positions pos..kv_len-1 see, (rows, keys) bool; None where it is all of them."""
     if kv_len - 1 - left <= lo and pos + right >= kv_len - 1:
         return None
-    ahead = torch.arange(lo, kv_len, dtype=torch.int32) - torch.arange(pos, kv_len, dtype=torch.int32)[:, None]
+    keys, rows = (torch.arange(first, kv_len, dtype=torch.int32, device=device) for first in (lo, pos))
+    ahead = keys - rows[:, None]
     return (ahead >= -left) & (ahead <= right)
 
 
@@ -91,7 +92,7 @@ def _run(call: Call, attend: _Attention, lse: Tensor | None = None) -> Tensor:
         q = call.q[first:end].transpose(0, 1).contiguous()[None]
         k, v = (_gather(cache, pages, lo - page * page_size, kv_len - page * page_size) for cache in (call.k_cache, call.v_cache))
         is_causal = right == 0 and pos == 0 and left >= kv_len - 1  # torch's flag aligns top-left: the same when square
-        mask = None if is_causal else _mask(lo, pos, kv_len, left, right)
+        mask = None if is_causal else _mask(lo, pos, kv_len, left, right, q.device)
         answer, row_lse = attend(q, k, v, mask, is_causal, call.softmax_scale)
         out[first:end] = answer[0].transpose(0, 1)
         if lse is not None and row_lse is not None:
@@ -229,7 +230,6 @@ sdpa_math.record = Record(  # type: ignore[attr-defined]
     head_dims=_HEAD_DIMS,
     uneven_head_dims=((96, 64), (128, 256), (192, 128), (576, 512)),
     page_sizes=_PAGE_SIZES,
-    devices=("cpu",),
     precision=Precision(p_format="fp32", eps_exp=2.0**-21, subtract_first=True),
 )
 sdpa_math_reduced.record = Record(  # type: ignore[attr-defined]

@@ -47,6 +47,13 @@ blocks_option = click.option(
 @click.option("--margin", type=click.FloatRange(min=0), default=0.05, show_default=True, help="... by more than this share.")
 @click.option("--attribute", multiple=True, metavar="C", help="Swap its layers one by one into the reference; may be repeated.")
 @click.option("--waypoints", is_flag=True, help="Run every configuration at lengths round the window, whole and in steps.")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(["cpu", "cuda", "auto"]),
+    help="auto: all CUDA devices together.",
+)
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Folder of unfinished runs [default: a cache].")
 @click.option("--json", "json_file", type=FILE, help="Write the report as JSON as well.")
 @click.option("--markdown", "markdown_file", type=FILE, help="Write it as Markdown, for a CI summary.")
@@ -63,6 +70,7 @@ def drift(
     margin: float,
     attribute: tuple[str, ...],
     waypoints: bool,
+    device: str,
     work: Path | None,
     json_file: Path | None,
     markdown_file: Path | None,
@@ -100,6 +108,7 @@ def drift(
         margin=margin,
         attribute=attribute,
         waypoints=tuple(name for name in wanted if name != reference) if waypoints else (),
+        device=device,
         work=work,
     )
     with ranks() as processes:

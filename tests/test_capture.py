@@ -336,6 +336,15 @@ def test_what_is_no_checkpoint_is_said_in_one_line(folder: Path, tmp_path: Path)
         assert "\n" not in str(caught.value)
 
 
+def test_a_device_that_is_not_here_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "auto"):
+        with pytest.raises(CheckpointError, match=f"device {device}: there is no CUDA device here; use --device cpu"):
+            load_model(folder, device=device)
+    with pytest.raises(CheckpointError, match="device 'tpu' is unknown; choose from cpu, cuda, auto"):
+        load_model(folder, device="tpu")
+
+
 def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save
 
