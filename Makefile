@@ -1,5 +1,6 @@
 # make gate    judge every shipped kernel that this machine can run, and compare with the locks in ci/thresholds and the verdicts
-#              expected; BASE=REV: first see that no lock was loosened since that git revision
+#              expected; BASE=REV: first see that no lock was loosened since that git revision; then decide whether int8 attention
+#              drifts no more than fp8 weights do on the small checkpoint
 # make lock    measure every shipped kernel and write the locks, or tighten them (a quarter of an hour)
 # make test    lint, types, tests
 # make docs    write the tables and transcripts in docs/ and README.md again
@@ -16,6 +17,7 @@ export PYTHONSAFEPATH := 1
 .PHONY: gate lock test docs bench drift exam study screenshots clean
 gate: .venv/ready
 	$(BIN)/oracle gate --lock ci/thresholds --cases ci/cases $(if $(BASE),--base $(BASE))
+	$(BIN)/oracle drift --configs fp8 --accept bf16+int8-attention --no-worse-than fp8 --blocks 24x512
 
 lock: .venv/ready
 	$(BIN)/oracle lock $(if $(REASON),--reason "$(REASON)")

@@ -61,7 +61,8 @@ class Run:
         """
         pool, kernel = self._written(layer, k, v), self.kernels[layer]
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), self.new.cumsum(0)))
-        with torch.cuda.device_of(q):  # where a kernel is launched, if the layers lie on several devices
+        # layers may lie on several devices, and a kernel is launched on the current one
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # torch's
             out = kernel.function(
                 q,
                 pool.k,
