@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,9 +98,9 @@ def named(asked: Asked) -> str:
     return asked.candidate.removeprefix("oracle.kernels.emulated:")
 
 
-@cache
-def preparation() -> Prepare:
-    """Of this process: equal cases are prepared once."""
+@lru_cache(maxsize=1)
+def preparation(seed: int) -> Prepare:
+    """Of this process: equal cases are prepared once, and kept (some 3 GB) until another seed is asked for."""
     return shared_preparation()
 
 
@@ -112,17 +112,17 @@ def yardsticks() -> Yardsticks:
 
 def judge_right(asked: Asked) -> Judged:
     """What becomes of a correct kernel."""
-    return judge(named(asked), asked, preparation())
+    return judge(named(asked), asked, preparation(asked.seed or 0))
 
 
 def judge_wrong(name: str) -> Judged:
     """What becomes of a mutant, and what the peers' rules say."""
-    return told_by_peers(judge_mutant(name, 0, preparation()), preparation(), yardsticks())
+    return told_by_peers(judge_mutant(name, 0, preparation(0)), preparation(0), yardsticks())
 
 
 def judge_right_with_peers(asked: Asked) -> Judged:
     """What becomes of a correct kernel, and what the peers' rules say."""
-    return replace(judge_right(asked), peers=asked_peers(asked, preparation(), yardsticks()))
+    return replace(judge_right(asked), peers=asked_peers(asked, preparation(asked.seed or 0), yardsticks()))
 
 
 def finished(work: Callable[[Item], Judged], items: Sequence[Item], journal: Journal, workers: int) -> Iterator[Judged]:
