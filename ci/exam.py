@@ -215,8 +215,10 @@ def main() -> int:
     wrong: list[str] = []
     for part in options.part or PAGES:
         make, name, title = PAGES[part]
-        page, found = make(options.only, Journal(path=options.journals / f"{part}.jsonl"), options.workers)
-        versions = f"oracle {oracle.__version__}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        journal = Journal(path=options.journals / f"{part}.jsonl")
+        page, found = make(options.only, journal, options.workers)
+        capability = torch.backends.cpu.get_cpu_capability()
+        versions = f"oracle {oracle.__version__}, sources {journal.source[:12]}, torch {torch.__version__}, {capability}"
         text = f"# {title}\n\nMade by `python ci/exam.py {part}` ({versions}).\n\n{page}"
         if options.only:
             print(text)
