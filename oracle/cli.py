@@ -19,6 +19,7 @@ import click
 from oracle import __version__
 from oracle.checkpoints import shipped
 from oracle.cli_drift import blocks_option, check_folders, drift, text_option
+from oracle.cli_kernels import build_kernels, families, kernels
 from oracle.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def cli() -> None:
     """May this attention kernel ship?  A numerical accuracy oracle and regression gate for attention kernels."""
 
 
-cli.add_command(drift)
+for command in (drift, kernels, families, build_kernels):
+    cli.add_command(command)
 
 
 @cli.command()
@@ -376,26 +378,6 @@ def mutants(only: str, seed: int, held_out: int | None, json_file: Path | None) 
         }
         json_file.write_text(json.dumps(text, indent=2) + "\n")
     return 0 if all(j.understood for j in judged) else 1
-
-
-@cli.command()
-def kernels() -> int:
-    """List the kernels that come with the oracle: what they are, the verdict expected, why one is unavailable."""
-    from oracle.kernels.table import KERNELS, unavailable
-    from oracle.report import console, kernels_table
-
-    console().print(kernels_table({name: (row, unavailable(row, "cpu")) for name, row in KERNELS.items()}))
-    return 0
-
-
-@cli.command()
-def families() -> int:
-    """List the families: the attention layer types that kernels are judged on."""
-    from oracle.families import FAMILIES
-    from oracle.report import console, families_table
-
-    console().print(families_table(FAMILIES.values()))
-    return 0
 
 
 @cli.command()

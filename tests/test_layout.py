@@ -22,7 +22,7 @@ LINKED = ("references", "kernels", "checkpoints")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli", "pytest_plugin"),
-    ("cli_drift",),
+    ("cli_drift", "cli_kernels"),
     ("progress",),
     ("drift_text", "drift_markdown", "drift_html", "drift_json"),
     ("report", "gate_text", "replay_text", "verdict_lines", "markdown", "html_report"),
@@ -66,11 +66,12 @@ ONLY: dict[str, set[str]] = {
 PRINTERS = {
     "cli": "the command line",
     "cli_drift": "the command line",
+    "cli_kernels": "the command line",
     "captured": "`python -m oracle.captured`, a command of its own",
     "isolation.worker": "the last words of a process whose parent no longer listens",
 }
 TERMINAL = {
-    "click": {"cli", "cli_drift"},
+    "click": {"cli", "cli_drift", "cli_kernels"},
     "rich": {"drift_text", "gate_text", "progress", "pytest_plugin", "report"},
 }  # library -> who may import it
 
