@@ -1,0 +1,97 @@
+"""What the Triton kernels for Hopper share: which query rows a program owns, and tiles of a paged pool, by the copy engine.
+
+The functions of the first part are compiled into kernels (interpreted: called by them); those of the second run on the host.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# The compiled functions below are written in Triton's language, which has no types that mypy knows.
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from oracle.kernels.triton_prefill import _device_function  # before Triton: without a GPU it switches the interpreter on
+
+# isort: split
+
+import triton.language as tl
+from triton.language.standard import _sum_combine
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@_device_function
+def page_at(table, step, at, end, PAGE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr):
+    """The page of a key tile from `at`, or of each of its keys; 0 from `end` on."""
+    if TMA:
+        return tl.load(table + (at // PAGE).to(tl.int64) * step, mask=at < end, other=0)
+    else:
+        key = tl.add(tl.arange(0, KEYS), at, sanitize_overflow=False)
+        return tl.load(table + (key // PAGE).to(tl.int64) * step, mask=key < end, other=0)
+
+
+@_device_function
+def rows_of(
+    source,
+    strides,
+    page,
+    at,
+    end,
+    kv_head,
+    column,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    TMA: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Rows of K or V, (KEYS, WIDTH), from key `at` and column `column`; columns from DIM on are 0.
+
+    Rows from `end` on are 0 if not TMA; WHOLE says that there are none.
+    """
+    if TMA:
+        return tl.reshape(source.load([page, kv_head.to(tl.int32), at % PAGE, column]), [KEYS, WIDTH])
+    else:
+        key = tl.add(tl.arange(0, KEYS), at, sanitize_overflow=False)
+        d = column + tl.arange(0, WIDTH)[None, :]
+        row = page.to(tl.int64) * strides[0] + (key % PAGE).to(tl.int64) * strides[1]
+        address = source + kv_head * strides[2] + row[:, None] + d.to(tl.int64) * strides[3]
+        if WHOLE:
+            return tl.load(address) if DIM % WIDTH == 0 else tl.load(address, mask=d < DIM, other=0)
+        else:
+            held = (key < end)[:, None]
+            return tl.load(address, mask=held if DIM % WIDTH == 0 else held & (d < DIM), other=0)
+
+
+@_device_function
+def place(cu_ptr, used_ptr, seqs, GROUP: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence of this program's tile, its first query, its queries and keys, and the tile's rows, of the sequence's own.
+
+    There are none, row_begin >= row_end, in tiles that no sequence fills.  All int64.
+    """
+    tile = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)  # late rows see the most keys: they start first
+    # Sequence i starts at tile cu[i] * GROUP // ROWS + i, which leaves it at least as many tiles as it fills: the grid
+    # follows from sizes alone, without reading the plan on the host.
+    i = tl.arange(0, SEQS).to(tl.int64)
+    first = tl.load(cu_ptr + i, mask=i < seqs, other=0).to(tl.int64) * GROUP // ROWS + i
+    seq = tl.reduce(((first <= tile) & (i < seqs)).to(tl.int64), 0, _sum_combine) - 1
+    start = tl.load(cu_ptr + seq).to(tl.int64)
+    q_len = tl.load(cu_ptr + seq + 1).to(tl.int64) - start
+    kv_len = tl.load(used_ptr + seq).to(tl.int64)
+    row_begin = (tile - start * GROUP // ROWS - seq) * ROWS
+    return seq, start, q_len, kv_len, row_begin, tl.minimum(row_begin + ROWS, q_len * GROUP)
+
+
+def fits_tma(cache: Tensor, keys: int) -> bool:
+    """Whether the copy engine can fetch tiles of `keys` rows: page = whole tiles, 16-byte steps, columns side by side."""
+    size = cache.element_size()
+    steps = (cache.data_ptr(), *(stride * size for stride in cache.stride()[:3]))
+    return cache.shape[1] % keys == 0 and cache.stride(3) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def descriptor(cache: Tensor, keys: int, width: int) -> Any:
+    """A pool (pages, page_size, kv_heads, dim) for the copy engine, heads before the rows of a page."""
+    cache = cache.transpose(1, 2)
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, keys, width])
