@@ -478,28 +478,6 @@ def test_the_floor_of_the_gain_grows_with_the_keys_and_that_of_capped_logits_wit
     assert verdict(leaning("temperature", 8e-4, effect=60.0, family=capped), record=tight).reasons == (Reason.TEMPERATURE,)
 
 
-@pytest.mark.parametrize(("softcap", "found"), [(0.0, 1), (0.75, 0), (2.9, 0), (3.0, 1), (30.0, 1)])
-def test_weights_under_a_tight_cap_share_a_rounding_which_is_no_temperature(softcap: float, found: int) -> None:
-    """By u_p times `narrow`: a twentieth more than the slope makes it none, a twentieth less does not."""
-    tight = Record(precision=Precision(eps_tanh=2.0**-22, eps_exp=2.0**-22))
-    for share, more in ((0.95, 0), (1.05, 1)):
-        case = leaning("temperature", 4e-3, effect=30.0, family=replace(FAMILY, softcap=softcap))
-        assert case.candidate is not None
-        sums = case.candidate.sums
-        narrow = 4e-3 / share * 2.0**8 * sums["temperature"].b  # bf16: the slope is this share of the floor
-        sums = sums | {"temperature": replace(sums["temperature"], narrow=narrow)}
-        findings = slope_findings([replace(case, candidate=replace(case.candidate, sums=sums))], tight)[0]
-        assert len(findings) == max(found, more)
-
-
-def test_a_tight_cap_is_a_pool_of_its_own() -> None:
-    """Or it would hide the slopes of wide ones."""
-    tight, wide = (leaning("temperature", 2e-3, rows=12, effect=50.0, family=replace(FAMILY, softcap=c)) for c in (0.75, 30.0))
-
-    assert [f.reason for f in slope_findings([wide, wide], Record())[0]] == [Reason.TEMPERATURE]
-    assert slope_findings([tight, wide], Record())[0] == []
-
-
 def test_capped_logits_that_are_all_off_by_one_sign_move_weight_to_or_from_a_sink() -> None:
     """By eps_tanh times `level`, which is no fault; an uncapped kernel has no such excuse."""
     for name, beta, effect in (("gain", 8e-3, 10.0), ("bias", 0.08, 1.0)):
