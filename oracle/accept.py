@@ -198,14 +198,13 @@ def accept(
     with _opened(asked) as (candidate, other, suite):
         if asked.drift is None:
             return _judged(asked, candidate, other, suite, progress, make, watch)
-        from oracle.drift_door import Walker, check, through, waits
+        from oracle.checkpoints.isolated import isolated
+        from oracle.drift_door import check, through, waits
 
-        walker = Walker(
-            name=candidate.name, process=candidate.process, description=candidate.description, record=candidate.record
-        )
-        check(asked.drift, walker)
+        kernel = isolated(candidate.name, candidate.process, candidate.description, candidate.record)
+        check(asked.drift, kernel)
         verdict = _judged(asked, candidate, other, suite, progress, make, watch)
-        return through(verdict, asked.drift, walker, progress) if waits(verdict) else verdict
+        return through(verdict, asked.drift, kernel, progress) if waits(verdict) else verdict
 
 
 def _judged(

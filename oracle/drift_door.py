@@ -1,7 +1,8 @@
 """Door 3: a kernel that changes the numerics on purpose, judged by what it does to a checkpoint's distributions.
 
 `W+KERNEL` is held against W in the same checkpoint, both measured from the checkpoint as it loads, W being the configuration
-that is already accepted: the mean KL no worse, by a paired one-sided test over text blocks (`checkpoints.decision`).
+that is already accepted: the mean KL no worse, by a paired one-sided test over text blocks (`checkpoints.decision`).  The kernel
+before the door is one that `checkpoints.isolated` made.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oracle.checkpoints import shipped
-from oracle.checkpoints.configurations import configuration
+from oracle.checkpoints.configurations import Plugged, configuration
 from oracle.checkpoints.decision import Decision, Ruling
 from oracle.checkpoints.drift import Asked, measure
 from oracle.checkpoints.drifted import Drift
-from oracle.checkpoints.isolated import KernelFailed, isolated
+from oracle.checkpoints.isolated import KernelFailed
 from oracle.checkpoints.ranks import ranks
-from oracle.contract import Record
-from oracle.isolation.outcome import Description
-from oracle.isolation.process import KernelProcess
 from oracle.trial import FAILURE_REASONS
 from oracle.verdict import DriftFigures, Finding, Outcome, Reason, Verdict
 
@@ -40,23 +38,13 @@ class DriftAsked:
     blocks: str = shipped.BLOCKS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walker:
-    """The kernel that stands before the door."""
-
-    name: str
-    process: KernelProcess
-    description: Description
-    record: Record
-
-
-def check(asked: DriftAsked, walker: Walker) -> None:
+def check(asked: DriftAsked, kernel: Plugged) -> None:
     """Returns when the kernel can be called by the layers that are to call it.  Raises InputError otherwise, before it is judged.
 
     A kernel that fails there is left to the judging, which finds it again.
     """
     try:
-        _measured(replace(asked, blocks=FIRST), walker, lambda done, total, what: None)
+        _measured(replace(asked, blocks=FIRST), kernel, lambda done, total, what: None)
     except KernelFailed:
         return
 
@@ -66,14 +54,14 @@ def waits(verdict: Verdict) -> bool:
     return verdict.outcome is Outcome.INCONCLUSIVE or (bool(verdict.findings) and {*verdict.reasons} <= OTHER_DOORS)
 
 
-def through(verdict: Verdict, asked: DriftAsked, walker: Walker, progress: Progress) -> Verdict:
+def through(verdict: Verdict, asked: DriftAsked, kernel: Plugged, progress: Progress) -> Verdict:
     """The verdict on a kernel that `waits`, after door 3.
 
     Accept: through it, unless too little was covered.  Reject: its finding beside those of the other doors; where one of them
     cannot tell, neither can the verdict.
     """
     try:
-        drift = _measured(asked, walker, progress)
+        drift = _measured(asked, kernel, progress)
     except KernelFailed as problem:
         text = f"in {asked.checkpoint.name}: {problem.failure.text}"
         found = Finding(reason=FAILURE_REASONS[problem.failure.kind], case="", text=text)
@@ -88,10 +76,9 @@ def through(verdict: Verdict, asked: DriftAsked, walker: Walker, progress: Progr
     return replace(after, outcome=Outcome.INCONCLUSIVE, findings=())
 
 
-def _measured(asked: DriftAsked, walker: Walker, progress: Progress) -> Drift:
+def _measured(asked: DriftAsked, kernel: Plugged, progress: Progress) -> Drift:
     """The drift of both configurations, and the floor's."""
-    name = f"{configuration(asked.accepted).weights}+{walker.name}{f'@{asked.layers}' if asked.layers else ''}"
-    plugged = isolated(walker.name, walker.process, walker.description, walker.record)
+    name = f"{configuration(asked.accepted).weights}+{kernel.name}{f'@{asked.layers}' if asked.layers else ''}"
     wanted = Asked(
         checkpoint=asked.checkpoint,
         configurations=(asked.accepted, name),
@@ -100,7 +87,7 @@ def _measured(asked: DriftAsked, walker: Walker, progress: Progress) -> Drift:
         decisions=((name, asked.accepted),),
     )
     with ranks() as processes:
-        return measure(wanted, processes, lambda what, done, total: progress(done, total, what), {walker.name: plugged})
+        return measure(wanted, processes, lambda what, done, total: progress(done, total, what), {kernel.name: kernel})
 
 
 def _finding(decision: Decision) -> Finding:
