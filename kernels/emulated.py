@@ -24,6 +24,7 @@ VARIANTS: dict[str, Arithmetic] = {
     "subtract_first": Arithmetic(subtract_first=True),
     "rz16": Arithmetic(qk_accumulator="rz16", pv_accumulator="rz16"),  # a tensor core
     "aligned": Arithmetic(qk_accumulator="aligned", pv_accumulator="aligned"),  # a tensor core without guard bits
+    "wgmma": Arithmetic(qk_accumulator="aligned", pv_accumulator="aligned", aligned_width=16, aligned_guard=2),  # Hopper's
     "everything": Arithmetic(
         tile=128, splits=3, lazy=8.0, exp2="poly3", tanh="approx", qk_accumulator="rz16", pv_accumulator="rz16"
     ),  # as far from the textbook as a correct kernel gets

@@ -27,23 +27,25 @@ import torch
 from torch import Tensor
 
 from oracle.contract import Precision, Record
-from oracle.kernels.triton_prefill import (  # before Triton: on a machine without a GPU it switches the interpreter on
-    _FLOOR,
-    _INTERPRETED,
-    _NO_LIMIT,
-    _dot,
-    _operand,
-    _output,
-    _weights,
+from oracle.kernels.triton_host import NO_LIMIT
+from oracle.kernels.triton_language import (  # before Triton: on a machine without a GPU it switches the interpreter on
+    FLOOR,
+    INTERPRETED,
+    LN2,
+    LOG2E,
+    dot,
+    largest,
+    operand,
+    rounded,
+    stored,
+    total,
 )
 
 # isort: split
 
 import triton
 import triton.language as tl
-from triton.language.standard import _elementwise_max, _sum_combine
 
-from oracle.kernels.triton_split import _LN2, _LOG2E
 from oracle.kernels.triton_tiles import descriptor, fits_tma, page_at, place, rows_of
 
 Form = Literal["rebuilt_bf16", "rebuilt_fp32", "folded"]
@@ -80,7 +82,6 @@ def _prefill(
     SECOND: tl.constexpr,
     FORM: tl.constexpr,
     TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Writes the first half of the output's columns, or the second and the LSE, of a tile of query rows and one kv head.
 
@@ -108,25 +109,25 @@ def _prefill(
     q_rows = q_ptr + start * q_strides[0] + kv_head * GROUP * q_strides[1]
     q_rows += token.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1]
     q_rows = q_rows[:, None] + col.to(tl.int64)[None, :] * q_strides[2]
-    front = _operand(tl.load(q_rows, mask=live[:, None], other=0), dtype, INTERPRETED)
-    back = _operand(tl.load(q_rows + HALF * q_strides[2], mask=live[:, None], other=0), dtype, INTERPRETED)
+    front = operand(tl.load(q_rows, mask=live[:, None], other=0), dtype)
+    back = operand(tl.load(q_rows + HALF * q_strides[2], mask=live[:, None], other=0), dtype)
     w_front = tl.where(col < TURNED, 1.0, tl.load(weight_ptr + col))[None, :]  # K's rotated columns have it already
     w_back = tl.load(weight_ptr + HALF + col)[None, :]
     if FORM == "rebuilt_bf16":
-        w_front = _weights(w_front, dtype, False, INTERPRETED).to(tl.float32)
-        w_back = _weights(w_back, dtype, False, INTERPRETED).to(tl.float32)
+        w_front = rounded(w_front, dtype).to(tl.float32)
+        w_back = rounded(w_back, dtype).to(tl.float32)
     else:
         f, b = front.to(tl.float32) * w_front, back.to(tl.float32) * w_back
-        front, back = _weights(f, dtype, False, INTERPRETED), _weights(b, dtype, False, INTERPRETED)
+        front, back = rounded(f, dtype), rounded(b, dtype)
         if FORM == "rebuilt_fp32":
-            front_rest = _weights(f - front.to(tl.float32), dtype, False, INTERPRETED)
-            back_rest = _weights(b - back.to(tl.float32), dtype, False, INTERPRETED)
+            front_rest = rounded(f - front.to(tl.float32), dtype)
+            back_rest = rounded(b - back.to(tl.float32), dtype)
 
     table = table_ptr + seq * table_stride
-    m = tl.full([ROWS], _FLOOR, tl.float32)  # of logits over ln 2
+    m = tl.full([ROWS], FLOOR, tl.float32)  # of logits over ln 2
     denominator = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, HALF], 0.0, tl.float32)
-    scale *= _LOG2E
+    scale *= LOG2E
 
     for span in tl.static_range(2):  # the keys that all rows see, the rest
         if span == 0:
@@ -142,39 +143,39 @@ def _prefill(
             key = tl.add(tl.arange(0, KEYS), at, sanitize_overflow=False)
             v = k_back
             if FORM == "rebuilt_bf16":
-                k_back = _weights(_operand(k_back, dtype, INTERPRETED).to(tl.float32) * w_back, dtype, False, INTERPRETED)
-                k_front = _weights(_operand(k_front, dtype, INTERPRETED).to(tl.float32) * w_front, dtype, False, INTERPRETED)
+                k_back = rounded(operand(k_back, dtype).to(tl.float32) * w_back, dtype)
+                k_front = rounded(operand(k_front, dtype).to(tl.float32) * w_front, dtype)
             else:
-                k_back, k_front = _operand(k_back, dtype, INTERPRETED), _operand(k_front, dtype, INTERPRETED)
-            s = _dot(back, tl.trans(k_back), INTERPRETED)
+                k_back, k_front = operand(k_back, dtype), operand(k_front, dtype)
+            s = dot(back, tl.trans(k_back))
             if FORM == "rebuilt_fp32":
-                s += _dot(back_rest, tl.trans(k_back), INTERPRETED)
-                s += _dot(front_rest, tl.trans(k_front), INTERPRETED)
-            s += _dot(front, tl.trans(k_front), INTERPRETED)
+                s += dot(back_rest, tl.trans(k_back))
+                s += dot(front_rest, tl.trans(k_front))
+            s += dot(front, tl.trans(k_front))
             s *= scale
             if span == 1:
                 s = tl.where(key[None, :] < row_hi, s, float("-inf"))
-            m_new = tl.maximum(m, tl.reduce(s, 1, _elementwise_max))
+            m_new = tl.maximum(m, largest(s, 1))
             p = tl.exp2(s - m_new[:, None])
             fade = tl.exp2(m - m_new)
-            denominator = denominator * fade + tl.reduce(p, 1, _sum_combine)
+            denominator = denominator * fade + total(p, 1)
             if not SECOND:
                 v = rows_of(source, strides, page, at, end, kv_head, HALF + TURNED, HALF, HALF, PAGE, KEYS, TMA, span == 0)
             if TMA and span == 1:
                 v = tl.where((key < end)[:, None], v, 0.0)  # what lies past the plan may be NaN
-            weights = _weights(p, dtype, False, INTERPRETED)
-            acc = acc * fade[:, None] + _dot(weights, _operand(v, dtype, INTERPRETED), INTERPRETED)
+            weights = rounded(p, dtype)
+            acc = acc * fade[:, None] + dot(weights, operand(v, dtype))
             m = m_new
 
     empty = denominator == 0.0
     divisor = tl.where(empty, 1.0, denominator)
-    result = _output(acc / divisor[:, None], out_ptr.dtype.element_ty, INTERPRETED)
+    result = stored(acc / divisor[:, None], out_ptr.dtype.element_ty)
     column = HALF + col if SECOND else (col + TURNED) % HALF  # the pool's last HALF elements start at V's column TURNED
     out_rows = out_ptr + start * out_strides[0] + kv_head * GROUP * out_strides[1]
     out_rows += token.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
     tl.store(out_rows[:, None] + column.to(tl.int64)[None, :] * out_strides[2], result, mask=live[:, None])
     if SECOND and lse_ptr is not None:
-        lse = tl.where(empty, float("-inf"), m * _LN2 + tl.log(divisor))
+        lse = tl.where(empty, float("-inf"), m * LN2 + tl.log(divisor))
         tl.store(lse_ptr + (start + token) * HEADS + kv_head * GROUP + head, lse, mask=live)
 
 
@@ -212,7 +213,7 @@ def prefill(
     seqs, group, half = seqused_k.shape[0] if num_seqs is None else num_seqs, q_heads // kv_heads, dim // 2
     out = q.new_empty(total_q, q_heads, dim) if out is None else out
     lse = q.new_empty(total_q, q_heads, dtype=torch.float32) if return_lse else None
-    tma = not _INTERPRETED and len(pool) > 0 and fits_tma(pool, _KEYS)
+    tma = not INTERPRETED and len(pool) > 0 and fits_tma(pool, _KEYS)
     rows = 64 if form == "rebuilt_fp32" else 128  # two parts of q take the shared memory of two rows
     if seqs and total_q:
         for second in (True, False):
@@ -231,7 +232,7 @@ def prefill(
                 *page_table.stride(),
                 seqs,
                 softmax_scale,
-                0 if causal else _NO_LIMIT,
+                0 if causal else NO_LIMIT,
                 HEADS=q_heads,
                 GROUP=group,
                 HALF=half,
@@ -243,7 +244,6 @@ def prefill(
                 SECOND=second,
                 FORM=form,
                 TMA=tma,
-                INTERPRETED=_INTERPRETED,
                 num_warps=rows // 16,
                 num_stages=1,
                 enable_fp_fusion=False,
@@ -316,9 +316,9 @@ def _kernel(form: Form, what: str) -> SharedKernel:
     kernel.record = Record(  # type: ignore[attr-defined]  # functions have no declared attributes
         dtypes=("bf16",),
         head_dims=(64, 128, 256, 512),
-        devices=("cpu",) if _INTERPRETED else ("cuda",),
+        devices=("cpu",) if INTERPRETED else ("cuda",),
         precision=Precision(eps_exp=2.0**-22, subtract_first=True),
-        interpreted=_INTERPRETED,
+        interpreted=bool(INTERPRETED),
     )
     return kernel
 

@@ -10,7 +10,7 @@ the compiler is told to treat them.  A row meets the same keys in the same order
 that exp is the hardware's ex2.approx; products and differences of them are never fused, so that the largest weight of a row
 is 1 whatever the logits are.
 
-On a machine without a GPU the kernels run in Triton's interpreter, without the copy engine; `oracle.kernels.triton_prefill`
+On a machine without a GPU the kernels run in Triton's interpreter, without the copy engine; `oracle.kernels.triton_language`
 says how.
 """
 
@@ -19,38 +19,33 @@ says how.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from oracle.contract import Call, Kernel, Precision, Record
-from oracle.kernels.triton_prefill import (  # before Triton: on a machine without a GPU it switches the interpreter on
-    _FLOOR,
-    _INTERPRETED,
-    _bound,
-    _bytes,
-    _dot,
-    _head_scale,
-    _key_tile,
-    _operand,
-    _output,
-    _tanh,
-    _weights,
+from oracle.contract import Kernel, Precision
+from oracle.kernels.triton_host import Launch, as_bytes, contract_kernel
+from oracle.kernels.triton_language import (  # before Triton: on a machine without a GPU it switches the interpreter on
+    FLOOR,
+    INTERPRETED,
+    LN2,
+    LOG2E,
+    dot,
+    largest,
+    operand,
+    rounded,
+    stored,
+    tanh,
+    total,
 )
 
 # isort: split
 
 import triton
 import triton.language as tl
-from triton.language.standard import _elementwise_max, _sum_combine
 
-from oracle.kernels.triton_tiles import descriptor, fits_tma, page_at, place, rows_of
+from oracle.kernels.triton_tiles import descriptor, fits_tma, head_scale, page_at, place, rows_of
 
-_LOG2E = tl.constexpr(math.log2(math.e))
-_LN2 = tl.constexpr(math.log(2.0))
 _WIDTH = 256  # columns of the output that a program owns at most
 _SHARED = 220 * 2**10  # bytes of shared memory that tiles may take; a program has 227 KiB
 _Pick = Callable[[int, bool], "_Tiling"]  # the tiling for heads padded to so many columns, with the copy engine or without
@@ -100,7 +95,6 @@ def _prefill(
     SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     EARLY: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Writes columns of `out`, and its first part the LSE where lse_ptr is given, of a tile of query rows and one kv head.
 
@@ -114,6 +108,7 @@ def _prefill(
         return
     kv_head = (tl.program_id(1) // PARTS).to(tl.int64)
     part = tl.program_id(1) % PARTS
+    dtype = q_ptr.dtype.element_ty
 
     row = tl.arange(0, ROWS) + (row_begin % GROUP).to(tl.int32)  # of those from the tile's first token on
     live = row < (row_end - row_begin // GROUP * GROUP).to(tl.int32)
@@ -134,21 +129,17 @@ def _prefill(
     start += row_begin // GROUP
     q_rows = q_ptr + start * q_strides[0] + kv_head * GROUP * q_strides[1]
     q_rows += token.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1]
-    q = tl.load(q_rows[:, None] + d * q_strides[2], mask=live[:, None] & (d < DIM), other=0)
-    q = _operand(q, q_ptr.dtype.element_ty, INTERPRETED)
+    q = operand(tl.load(q_rows[:, None] + d * q_strides[2], mask=live[:, None] & (d < DIM), other=0), dtype)
     table = table_ptr + seq * table_stride
-    if q_scale_ptr is not None:
-        scale *= tl.load(q_scale_ptr + seq * q_scale_strides[0] + kv_head * q_scale_strides[1])
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + seq * k_scale_strides[0] + kv_head * k_scale_strides[1])
-    if v_scale_ptr is not None:
-        out_scale *= tl.load(v_scale_ptr + seq * v_scale_strides[0] + kv_head * v_scale_strides[1])
+    scale *= head_scale(q_scale_ptr, q_scale_strides, seq, kv_head)
+    scale *= head_scale(k_scale_ptr, k_scale_strides, seq, kv_head)
+    out_scale *= head_scale(v_scale_ptr, v_scale_strides, seq, kv_head)
 
-    m = tl.full([ROWS], _FLOOR, tl.float32)  # of logits over ln 2
+    m = tl.full([ROWS], FLOOR, tl.float32)  # of logits over ln 2
     denominator = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, WIDTH], 0.0, tl.float32)
     if not SOFTCAP:
-        scale *= _LOG2E
+        scale *= LOG2E
 
     for span in tl.static_range(0 if LEFT else 1, 3):  # the window's left edge, the keys that all rows see, the rest
         if span == 0:
@@ -162,38 +153,38 @@ def _prefill(
             page = ahead
             ahead = page_at(table, table_step, at + KEYS, end, PAGE, KEYS, TMA)  # fetched while this tile is worked on
             k = rows_of(k_source, k_strides, page, at, end, kv_head, 0, DIM, DIM_PAD, PAGE, KEYS, TMA, span == 1)
-            s = _dot(q, tl.trans(_operand(k, q_ptr.dtype.element_ty, INTERPRETED)), INTERPRETED) * scale
+            s = dot(q, tl.trans(operand(k, dtype))) * scale
             if EARLY:
                 v = rows_of(v_source, v_strides, page, at, end, kv_head, part * WIDTH, DIM_V, WIDTH, PAGE, KEYS, TMA, span == 1)
             if SOFTCAP:
-                s = (softcap * _LOG2E) * _tanh(s / softcap)
+                s = (softcap * LOG2E) * tanh(s / softcap)
             key = tl.add(tl.arange(0, KEYS), at, sanitize_overflow=False)
             if span != 1:
                 seen = (key[None, :] >= row_lo) & (key[None, :] < row_hi) if LEFT else key[None, :] < row_hi
                 s = tl.where(seen, s, float("-inf"))
-            m_new = tl.maximum(m, tl.reduce(s, 1, _elementwise_max))
+            m_new = tl.maximum(m, largest(s, 1))
             p = tl.exp2(s - m_new[:, None])
             fade = tl.exp2(m - m_new)
-            denominator = denominator * fade + tl.reduce(p, 1, _sum_combine)
+            denominator = denominator * fade + total(p, 1)
             if not EARLY:
                 v = rows_of(v_source, v_strides, page, at, end, kv_head, part * WIDTH, DIM_V, WIDTH, PAGE, KEYS, TMA, span == 1)
             if TMA and span != 1:
                 v = tl.where((key < end)[:, None], v, 0.0)  # what lies past the plan may be NaN
-            weights = _weights(p, q_ptr.dtype.element_ty, False, INTERPRETED)
-            acc = acc * fade[:, None] + _dot(weights, _operand(v, q_ptr.dtype.element_ty, INTERPRETED), INTERPRETED)
+            weights = rounded(p, dtype)
+            acc = acc * fade[:, None] + dot(weights, operand(v, dtype))
             m = m_new
 
-    top = m * _LN2
+    top = m * LN2
     if sinks_ptr is not None:  # last, so that weights are rounded beside the largest of them and not beside the sink
         sink = tl.load(sinks_ptr + kv_head * GROUP + head, mask=live, other=0).to(tl.float32)
-        m_new = tl.maximum(m, sink * _LOG2E)
+        m_new = tl.maximum(m, sink * LOG2E)
         fade = tl.exp2(m - m_new)
-        denominator = denominator * fade + tl.exp2(sink * _LOG2E - m_new)
+        denominator = denominator * fade + tl.exp2(sink * LOG2E - m_new)
         acc *= fade[:, None]
         top = tl.where(m_new > m, sink, top)
     empty = denominator == 0.0  # no key and no sink; else the largest term alone is 1
     divisor = tl.where(empty, 1.0, denominator)
-    result = _output(acc / divisor[:, None] * out_scale, out_ptr.dtype.element_ty, INTERPRETED)
+    result = stored(acc / divisor[:, None] * out_scale, out_ptr.dtype.element_ty)
     dv = (part * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)[None, :]
     out_rows = out_ptr + start * out_strides[0] + kv_head * GROUP * out_strides[1]
     out_rows += token.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
@@ -235,150 +226,40 @@ def _tuned(size: int, tma: bool) -> _Tiling:
     return _TUNED[max(64, size)] if tma else _Tiling(rows=min(128, 2**16 // size), warps=8 if size <= 512 else 4)
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises: ValueError or RuntimeError where the kernel cannot do what it is asked."""
-    if q.device.type == "cpu" and not _INTERPRETED:
-        raise RuntimeError(
-            "kernels/triton_split.py: got tensors on the CPU, but Triton was set up to compile for a GPU; "
-            "set TRITON_INTERPRET=1 before Triton is first imported"
-        )
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"kernels/triton_split.py: q has dtype {q.dtype}, expected bfloat16 or float16")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype not in (q.dtype, torch.float8_e4m3fn):
-            raise ValueError(f"kernels/triton_split.py: {name} has dtype {cache.dtype}, expected {q.dtype} or float8_e4m3fn")
-
-
-def _run(call: Call, pick: _Pick, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """The kernel's answer to `call`: out, or (out, lse).  Reads no plan on the host, so a CUDA graph may replay it."""
-    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    _check(q, k_cache, v_cache)
-    total_q, q_heads, dim = q.shape
-    _, page_size, kv_heads, dim_v = v_cache.shape
-    seqs, group = call.live_seqs, q_heads // kv_heads
-    out = q.new_empty(total_q, q_heads, dim_v) if call.out is None else call.out
-    lse = q.new_empty(total_q, q_heads, dtype=torch.float32) if return_lse else None
-    if seqs and total_q:
-        (q_factor, q_scale), (k_factor, k_scale), (v_factor, v_scale) = (
-            _head_scale(scale, seqs, kv_heads) for scale in (call.q_scale, call.k_scale, call.v_scale)
-        )
-        dim_pad, dim_v_pad = (max(16, triton.next_power_of_2(size)) for size in (dim, dim_v))
-        width = min(dim_v_pad, _WIDTH)
-        keys = _key_tile(max(dim_pad, dim_v_pad), q.element_size())
-        tma = (
-            not _INTERPRETED and k_cache.dtype == v_cache.dtype == q.dtype and all(fits_tma(c, keys) for c in (k_cache, v_cache))
-        )
-        tiling = pick(max(dim_pad, width), tma)
-        room = _SHARED - tiling.rows * dim_pad * q.element_size()
-        left, right = call.window_size
-        if call.causal:
-            right = 0
-        _prefill[(total_q * group // tiling.rows + seqs, kv_heads * (dim_v_pad // width))](
-            q,
-            descriptor(k_cache, keys, dim_pad) if tma else _bytes(k_cache),
-            descriptor(v_cache, keys, width) if tma else _bytes(v_cache),
-            out,
-            lse,
-            call.cu_seqlens_q.contiguous(),
-            call.seqused_k.contiguous(),
-            call.page_table,
-            None if call.sinks is None else call.sinks.contiguous(),
-            q_scale,
-            k_scale,
-            v_scale,
-            q.stride(),
-            k_cache.stride(),
-            v_cache.stride(),
-            out.stride(),
-            *((0, 0) if scale is None else scale.stride() for scale in (q_scale, k_scale, v_scale)),
-            *call.page_table.stride(),
-            seqs,
-            call.softmax_scale * q_factor * k_factor,
-            v_factor,
-            call.softcap,
-            _bound(left),
-            _bound(right),
-            HEADS=q_heads,
-            GROUP=group,
-            DIM=dim,
-            DIM_V=dim_v,
-            PAGE=page_size,
-            SEQS=max(256, triton.next_power_of_2(seqs)),  # one program for batches of all usual sizes
-            ROWS=tiling.rows,
-            KEYS=keys,
-            DIM_PAD=dim_pad,
-            WIDTH=width,
-            PARTS=dim_v_pad // width,
-            LEFT=left >= 0,
-            SOFTCAP=call.softcap != 0.0,
-            TMA=tma,
-            EARLY=tiling.early,
-            INTERPRETED=_INTERPRETED,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages or max(1, min(3, room // (keys * (dim_pad + width) * q.element_size()))),
-            maxnreg=tiling.registers,
-            enable_fp_fusion=False,
-        )
-    return out if lse is None else (out, lse)
+def _start(pick: _Pick, launch: Launch) -> None:
+    """Launches `_prefill` in the tiles that `pick` gives."""
+    call, keys, dim_pad = launch.call, launch.keys, launch.dim_pad
+    caches, size = (call.k_cache, call.v_cache), call.q.element_size()
+    width = min(launch.dim_v_pad, _WIDTH)
+    parts = launch.dim_v_pad // width
+    tma = not INTERPRETED and all(cache.dtype == call.q.dtype and fits_tma(cache, keys) for cache in caches)
+    tiling = pick(max(dim_pad, width), tma)
+    room = _SHARED - tiling.rows * dim_pad * size
+    _prefill[(launch.tiles(tiling.rows), call.k_cache.shape[2] * parts)](
+        **launch.arguments,
+        k_source=descriptor(call.k_cache, keys, dim_pad) if tma else as_bytes(call.k_cache),
+        v_source=descriptor(call.v_cache, keys, width) if tma else as_bytes(call.v_cache),
+        ROWS=tiling.rows,
+        KEYS=keys,
+        DIM_PAD=dim_pad,
+        WIDTH=width,
+        PARTS=parts,
+        TMA=tma,
+        EARLY=tiling.early,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages or max(1, min(3, room // (keys * (dim_pad + width) * size))),
+        maxnreg=tiling.registers,
+        enable_fp_fusion=False,
+    )
 
 
 def _kernel(name: str, what: str, pick: _Pick) -> Kernel:
     """The kernel of the contract that runs `_prefill` in the tiles that `pick` gives, with its record."""
-
-    def kernel(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        q_scale: Tensor | float | None = None,
-        k_scale: Tensor | float | None = None,
-        v_scale: Tensor | float | None = None,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_seqs=num_seqs,
-            out=out,
-        )
-        return _run(call, pick, return_lse)
-
-    kernel.__name__ = kernel.__qualname__ = name
-    kernel.__doc__ = what
-    kernel.record = Record(  # type: ignore[attr-defined]  # functions have no declared attributes
-        dtypes=("bf16", "fp16"),
-        cache_dtypes=("e4m3",),
-        head_dims=(40, 64, 72, 80, 96, 112, 128, 192, 256, 512, 576),
-        uneven_head_dims=((96, 64), (128, 256), (192, 128), (576, 512)),
-        page_sizes=(1, 8, 16, 32, 64, 128, 256),
-        devices=("cpu",) if _INTERPRETED else ("cuda",),
-        # exp2 is ex2.approx on a GPU (2^-22.7) and NumPy's on the CPU; tanh is that of triton_prefill.
-        precision=Precision(eps_exp=2.0**-22, eps_tanh=2.0**-19, subtract_first=True),
-        interpreted=_INTERPRETED,
+    # exp2 is ex2.approx on a GPU (2^-22.7) and NumPy's on the CPU.
+    precision = Precision(eps_exp=2.0**-22, eps_tanh=2.0**-19, subtract_first=True)
+    return contract_kernel(
+        name, what, partial(_start, pick), who="kernels/triton_split.py", dtypes=("bf16", "fp16"), precision=precision
     )
-    return kernel
 
 
 split_64 = _kernel("split_64", "Attention by the contract, 64 rows by 4 warps whatever the head dim: the incumbent.", _plain)

@@ -1,4 +1,4 @@
-"""What the Triton kernels for Hopper share: which query rows a program owns, and tiles of a paged pool, by the copy engine.
+"""What a program of the Triton kernels works on: its query rows, tiles of a paged pool, dequantisation scales.
 
 The functions of the first part are compiled into kernels (interpreted: called by them); those of the second run on the host.
 """
@@ -12,16 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from oracle.kernels.triton_prefill import _device_function  # before Triton: without a GPU it switches the interpreter on
+from oracle.kernels.triton_language import device_function, total  # before Triton: without a GPU it switches the interpreter on
 
 # isort: split
 
 import triton.language as tl
-from triton.language.standard import _sum_combine
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@_device_function
+@device_function
 def page_at(table, step, at, end, PAGE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr):
     """The page of a key tile from `at`, or of each of its keys; 0 from `end` on."""
     if TMA:
@@ -31,7 +30,7 @@ def page_at(table, step, at, end, PAGE: tl.constexpr, KEYS: tl.constexpr, TMA: t
         return tl.load(table + (key // PAGE).to(tl.int64) * step, mask=key < end, other=0)
 
 
-@_device_function
+@device_function
 def rows_of(
     source,
     strides,
@@ -65,7 +64,7 @@ def rows_of(
             return tl.load(address, mask=held if DIM % WIDTH == 0 else held & (d < DIM), other=0)
 
 
-@_device_function
+@device_function
 def place(cu_ptr, used_ptr, seqs, GROUP: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):
     """The sequence of this program's tile, its first query, its queries and keys, and the tile's rows, of the sequence's own.
 
@@ -76,12 +75,21 @@ def place(cu_ptr, used_ptr, seqs, GROUP: tl.constexpr, SEQS: tl.constexpr, ROWS:
     # follows from sizes alone, without reading the plan on the host.
     i = tl.arange(0, SEQS).to(tl.int64)
     first = tl.load(cu_ptr + i, mask=i < seqs, other=0).to(tl.int64) * GROUP // ROWS + i
-    seq = tl.reduce(((first <= tile) & (i < seqs)).to(tl.int64), 0, _sum_combine) - 1
+    seq = total(((first <= tile) & (i < seqs)).to(tl.int64), 0) - 1
     start = tl.load(cu_ptr + seq).to(tl.int64)
     q_len = tl.load(cu_ptr + seq + 1).to(tl.int64) - start
     kv_len = tl.load(used_ptr + seq).to(tl.int64)
     row_begin = (tile - start * GROUP // ROWS - seq) * ROWS
     return seq, start, q_len, kv_len, row_begin, tl.minimum(row_begin + ROWS, q_len * GROUP)
+
+
+@device_function
+def head_scale(scales, strides, seq, kv_head):
+    """The dequantisation scale of a sequence and kv head; 1 where there are no `scales`."""
+    if scales is None:
+        return 1.0
+    else:
+        return tl.load(scales + seq * strides[0] + kv_head * strides[1])
 
 
 def fits_tma(cache: Tensor, keys: int) -> bool:

@@ -46,6 +46,9 @@ def constants() -> dict[str, float]:
         "slope_effect": doors.SLOPE_EFFECT,
         "slope_rows": doors.SLOPE_ROWS,
         "slope_z": doors.SLOPE_Z,
+        "tight_cap": doors.TIGHT_CAP,
+        "truncations": bound.TRUNCATIONS,
+        "truncations_fp22": bound.TRUNCATIONS_FP22,
         "worst_chain": bound.WORST_CHAIN,
     }
 

@@ -9,13 +9,14 @@ from itertools import combinations
 from typing import Protocol
 
 from oracle.cases import Case
-from oracle.families import FAMILIES
+from oracle.families import FAMILIES, Family
 from oracle.inputs import INPUT_CLASSES
 from oracle.pairs import FACTORS, factor_values
 from oracle.pool import QUICK_FILLS, Fill
 from oracle.relations.table import RELATIONS, refuses
 from oracle.rows import sample_rows
 from oracle.scope import Scope
+from oracle.structured import CAPTURES
 from oracle.suite import ELEMENTS, QUICK_ELEMENTS, Suite
 from oracle.verdict import Coverage
 
@@ -66,7 +67,7 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
             (left_out if quick and not quick_too else missing).append(short)
 
     families = Counter(c.family.name for c in cases)
-    for name in suite.families or [f for f in FAMILIES if _able(scope, f)]:
+    for name in suite.families or [f for f in FAMILIES if _able(scope, FAMILIES[f])]:
         need(f"family {name}", families[name])
     where: dict[str, set[str]] = {}
     for c in cases:
@@ -83,7 +84,7 @@ def coverage(scope: Scope, suite: Suite, ran: Sequence[Exercised]) -> Coverage:
     if not suite.families:
         need("cases beyond 4,096 keys", sum(1 for c in cases if max(c.kv_lens, default=0) > 4096))
         need("cases beyond 32,768 keys", sum(1 for c in cases if max(c.kv_lens, default=0) > 32768))
-        if _able(scope, "smollm2"):  # the family that the shipped captures are of
+        if any(_able(scope, family) for family, _ in CAPTURES.values()):
             need("captured inputs", sum(1 for c in cases if c.captured), quick_too=True)
     for fill in Fill:
         if fill.finite or not scope.record.finite_tails:
@@ -127,10 +128,9 @@ def with_relations(covered: Coverage, scope: Scope, suite: Suite, ran: Mapping[s
     )
 
 
-def _able(scope: Scope, name: str) -> bool:
-    f = FAMILIES[name]
+def _able(scope: Scope, f: Family) -> bool:
     case = Case(
-        name=name,
+        name=f.name,
         family=f,
         dtype=scope.record.dtypes[0],
         q_lens=(1,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy.stats import bootstrap
 from oracle.contract import Precision, Record
 from oracle.formats import FORMATS
 from oracle.measure import DIRECTIONS, Slope, Sums, slope
-from oracle.trial import Seen, row_sum_findings
+from oracle.trial import Seen, contract_of, row_sum_findings
 from oracle.verdict import PRIORITY, Coverage, Figures, Finding, Outcome, Ratio, Reason, Verdict
 
 MARGIN_EMULATOR = 1.25  # correct kernels differ from the textbook: a lazily rescaled one costs up to 1.2 (numerics.md 4.3)
@@ -26,6 +27,7 @@ NEGLIGIBLE = 0.02  # RMS e under this is the rounding of the output: a ratio of 
 # A slope is a fault when it is certain, not tiny, and visible beside the bound (numerics.md 4.2).
 SLOPE_Z, SLOPE_BETA, SLOPE_EFFECT, SLOPE_ROWS = 5.0, 4e-4, 0.02, 20.0
 BIAS_BETA = 0.05
+TIGHT_CAP = 3.0  # a softcap under this leaves few values of P, and these share one rounding (numerics.md 4.2)
 SLOPE_REASONS = {"gain": Reason.GAIN, "temperature": Reason.TEMPERATURE, "bias": Reason.BIAS}
 
 
@@ -45,23 +47,26 @@ def looser_than_default(precision: Precision) -> bool:
 
 def slope_findings(seen: Sequence[Seen], record: Record) -> tuple[list[Finding], dict[str, dict[str, float]]]:
     """Systematic errors over all cases of an input class, and per direction the pool that comes nearest to one."""
-    pools: dict[tuple[str, bool, bool], dict[str, Sums]] = {}
-    longest: dict[tuple[str, bool, bool], int] = {}
+    pools: dict[tuple[str, bool, _Cap], dict[str, Sums]] = {}
+    longest: dict[tuple[str, bool, _Cap], int] = {}
+    coarsest: dict[tuple[str, bool, _Cap], float] = {}
     for s in seen:
         if s.candidate is None:
             continue
         keys = max(s.case.kv_lens, default=0)
-        pool = (s.case.inputs, keys > 4096, s.case.family.softcap > 0)
+        pool = (s.case.inputs, keys > 4096, _cap(s.case.family.softcap))
         sums = pools.setdefault(pool, {name: Sums() for name in DIRECTIONS})
         longest[pool] = max(longest.get(pool, 0), keys)
+        coarsest[pool] = max(coarsest.get(pool, 0.0), contract_of(record, s.case).u_p)
         for name in DIRECTIONS:
             sums[name] = sums[name] + s.candidate.sums[name]
     findings = []
     nearest: dict[str, tuple[float, Slope]] = {}
-    for (inputs, _, capped), all_sums in pools.items():
+    for pool, all_sums in pools.items():
+        inputs, _, cap = pool
         for name in DIRECTIONS:
             found = slope(all_sums[name])
-            floor = _floor(name, all_sums, longest[(inputs, _, capped)], capped, record.precision)
+            floor = _floor(name, all_sums, longest[pool], cap, coarsest[pool], record.precision)
             parts = (abs(found.z) / SLOPE_Z, abs(found.beta) / floor, found.effect / SLOPE_EFFECT, found.rows / SLOPE_ROWS)
             share = min(parts)
             if share > nearest.get(name, (-1.0, found))[0]:
@@ -75,20 +80,35 @@ def slope_findings(seen: Sequence[Seen], record: Record) -> tuple[list[Finding],
     }
 
 
-def _floor(direction: str, sums: dict[str, Sums], keys: int, capped: bool, precision: Precision) -> float:
-    """The smallest slope that counts: below it lies what a kernel that keeps its contract may show (numerics.md 4.2)."""
+class _Cap(Enum):
+    """What a softcap does to logits, as far as slopes care."""
+
+    NONE = auto()
+    WIDE = auto()
+    TIGHT = auto()  # of what it has cut, several values of P count
+
+
+def _cap(softcap: float) -> _Cap:
+    return _Cap.NONE if softcap <= 0 else _Cap.TIGHT if softcap < TIGHT_CAP else _Cap.WIDE
+
+
+def _floor(direction: str, sums: dict[str, Sums], keys: int, cap: _Cap, u_p: float, precision: Precision) -> float:
+    """The smallest slope that counts: below it lies what a kernel that keeps its contract may show (numerics.md 4.2).
+
+    `u_p` is the unit roundoff of the coarsest P in the pool.
+    """
     if precision.qk_format or precision.v_format:
         return math.inf  # the error of quantised inputs is one and the same for all rows: z says nothing
-    own, eps_tanh = sums[direction], precision.eps_tanh if capped else 0.0
+    own, eps_tanh = sums[direction], 0.0 if cap is _Cap.NONE else precision.eps_tanh
     # an error of exp or tanh that follows the logits looks like another scale, the more the closer the logits lie; one of
     # one sign moves weight to or from a sink
     exp = own.narrow if direction == "temperature" else own.weight
-    logits = eps_tanh * own.level + precision.eps_exp * exp
+    logits = eps_tanh * own.level + (precision.eps_exp + (u_p if cap is _Cap.TIGHT else 0.0)) * exp
     logits = logits / own.b if own.b > 0 else 0.0
     # accumulators without guard bits lose weight in proportion to the keys; and a coarse P, rounded to nearest, is biased to
     # second order, since there are more small weights than large ones
-    u_p = FORMATS["e4m3"].u if precision.p_format == "e4m3" else 0.0
-    lost = max(keys * precision.u_acc / 4, u_p**2 / 2)
+    coarse = FORMATS["e4m3"].u if precision.p_format == "e4m3" else 0.0
+    lost = max(keys * precision.u_acc / 4, coarse**2 / 2)
     if direction == "bias":
         return max(BIAS_BETA, logits, lost * math.sqrt(sums["gain"].b / max(1, sums["gain"].elements)))
     return max(SLOPE_BETA, 2 * eps_tanh, logits, lost if direction == "gain" else 0.0)

@@ -33,9 +33,19 @@ BATCH_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the same,
     "8-bit": ({}, {"cache_dtype": "e4m3", "scales": "kv-per-sequence"}),
 }
 GRID_LIMIT = 65_535  # programs of a CUDA grid along y and z
+GEMMA4_MINI = Family(
+    name="gemma4-mini-global",
+    q_heads=8,
+    kv_heads=1,
+    head_dim=512,
+    head_dim_v=512,
+    scale=1.0,
+    source="the small Gemma 4 of this repository, global layers: K and V of one projection",
+)
 CAPTURES = {  # shipped captures: file -> (family, tokens)
-    "smollm2-layer00.safetensors": ("smollm2", 640),
-    "smollm2-layer18.safetensors": ("smollm2", 640),
+    "smollm2-layer00.safetensors": (FAMILIES["smollm2"], 640),
+    "smollm2-layer18.safetensors": (FAMILIES["smollm2"], 640),
+    "gemma4-mini-layer03.safetensors": (GEMMA4_MINI, 256),
 }
 
 
@@ -231,14 +241,14 @@ def _captured_cases(scope: Scope, seed: int, families: Sequence[str]) -> list[Ca
     """A prefill chunk of each capture, and one decode step."""
     cases = []
     for file, (family, tokens) in CAPTURES.items():
-        if families and family not in families:
+        if families and family.name not in families:
             continue
         for label, q_len in (("prefill", 96), ("decode", 1)):
             name = f"captured/{file.removesuffix('.safetensors')}/{label}"
             cases.append(
                 Case(
                     name=name,
-                    family=FAMILIES[family],
+                    family=family,
                     dtype=_dtype(scope),
                     page_size=_page_size(scope, 16),
                     q_lens=(q_len,),

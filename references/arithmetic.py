@@ -77,6 +77,9 @@ class Arithmetic:
             raise ValueError(f"tile must be a power of two, got {self.tile}")
         if self.qk_block < 1 or self.tile % self.qk_block:
             raise ValueError(f"qk_block must divide the tile of {self.tile} keys, got {self.qk_block}")
+        if self.aligned_width < 1 or self.aligned_width * 2.0 ** (24 + self.aligned_guard) > 2**31:
+            got = f"{self.aligned_width} and {self.aligned_guard}"
+            raise ValueError(f"aligned_width times 2^(24 + aligned_guard) must fit int32, got {got}")
 
 
 # 2^-23 for "aligned" counts one truncation for each 16 products; the worst case is a truncation for each product

@@ -58,6 +58,9 @@ class Exact:
     v_peak: Tensor  # max|v| over all live keys and columns; 0 unless asked for
     b1: Tensor  # sum p_j sigma norm(q o k_j)
     b2: Tensor  # sqrt(sum p_j sigma^2 norm(q o k_j)^2)
+    b_max: Tensor  # a bound on max sigma norm(q o k_j)
+    k_peak_max: Tensor  # k_peak for the key of the largest
+    q_peak_max: Tensor  # q_peak for the key of the largest a_j
     s1: Tensor  # sum over keys of p_j |s_j|
     s2: Tensor  # sqrt(sum over keys of p_j s_j^2)
     g1: Tensor  # sum p_j (m - s_j), m the largest logit
@@ -90,6 +93,9 @@ PER_ROW = (
     "v_peak",
     "b1",
     "b2",
+    "b_max",
+    "k_peak_max",
+    "q_peak_max",
     "s1",
     "s2",
     "g1",
@@ -294,14 +300,17 @@ class _Chunk:
             "s_max": torch.maximum(top.abs(), low.abs()).masked_fill(nothing, 0.0),
             "s_range": m - low,
             "b1": _dot(p, qk),
+            "b_max": qk.amax(-1) if e.shape[-1] else torch.zeros_like(m),
             "b2": _dot(p, qk.square_()).sqrt(),
             "v_scale": self.v_scale.abs().squeeze(-1).expand_as(m),
         }
         size = self.q.norm(dim=-1) * self.sigma.abs()
         fields["a2"] = size * torch.bmm(p, (norms * norms).transpose(1, 2)).squeeze(-1).sqrt()
+        fields["k_peak_max"] = size * (peaks.amax(-1) if e.shape[-1] else 0.0)
         fields["k_peak"] = size * torch.bmm(p, peaks.square_().transpose(1, 2)).squeeze(-1).sqrt()
         fields["q_peak"] = fields["a2"] * self.q_peaks / self.q.norm(dim=-1).clamp(min=1e-300)
         fields["a_max"] = size * norms.amax(-1) if e.shape[-1] else torch.zeros_like(size)
+        fields["q_peak_max"] = fields["a_max"] * self.q_peaks / self.q.norm(dim=-1).clamp(min=1e-300)
         fields["s1"] = _dot(p, torch.add(e, m.unsqueeze(-1), out=qk).abs_())
         p_squared = torch.mul(p, p, out=qk)
         fields["p2"] = p_squared.sum(-1).sqrt()

@@ -17,10 +17,14 @@ from oracle.references.attention import Exact
 
 TILE = 64  # keys between two rescales of the running output, for counting them
 MMA = 16  # products that one tensor-core instruction adds at once
+TRUNCATIONS = 3.25  # places of a float32 accumulator that 16 products cost where one addend outweighs them (numerics.md 2.2)
+TRUNCATIONS_FP22 = 8.5  # the same of an FP22 accumulator, which has no guard bits
+U_FP22 = 2.0**-13
 WORST_CHAIN = 1.13  # truncations per product where every addend is aligned and truncated (numerics.md 2.2)
 LAMBDA = 3.0  # standard deviations of P's rounding error times 0.4247: one in 5e11 elements beyond (numerics.md 2.4)
 QUANTISED = 6.0  # standard deviations of a logit's quantisation error: one in 5e8 rows beyond (numerics.md 2.8)
 LIFTED = 10.0  # nats by which a pair of weights may part before the spread of v under p says too little
+UNSEEN = 1e-280  # weight of all keys beside a sink below which their moments underflow float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,7 @@ class Roundoff:
     p_step: float  # step of an integer P, largest P = 1; 0 where P is floating point
     u_product: float  # rounding of one product: 0 where both factors have 16 bits or fewer
     u_acc: float
+    truncations: float  # places of a sum that adding 16 products to it costs
     eps_exp: float
     eps_tanh: float
     u_qk: float  # relative error of q and k quantised to a floating-point format inside the kernel, else 0
@@ -65,6 +70,7 @@ def roundoff(precision: Precision, *, dtype: str, out_dtype: str, scaled: bool) 
         p_step=1 / 127 if integer_p else 0.0,
         u_product=U32 if dtype == "fp32" else 0.0,
         u_acc=precision.u_acc,
+        truncations=TRUNCATIONS_FP22 if precision.u_acc >= U_FP22 else TRUNCATIONS,
         eps_exp=precision.eps_exp,
         eps_tanh=precision.eps_tanh,
         u_qk=FORMATS[qk].u if qk not in (None, "int8") else 0.0,
@@ -106,10 +112,13 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     tanh = r.eps_tanh if softcap else 0.0
     n, n_row = keys[:, None, None], keys[:, None]
     out = x.out.abs()
-    chain = head_dim / MMA + 2
+    chain = r.truncations * head_dim / MMA + 2
     worst = WORST_CHAIN * head_dim
     linear = (3 + r.scales) * U32
-    quantised, quantised_lse, quantised_worst = _quantised(x, r, head_dim)
+    relative = QUANTISED * 0.4247 * 2**0.5 * r.u_qk
+    uniform, quantised_worst = _quantised(r, head_dim, x.a2, x.k_peak, x.q_peak)
+    uniform_top, worst_top = _quantised(r, head_dim, x.a_max, x.k_peak_max, x.q_peak_max)
+    quantised, quantised_top = relative * x.b2 + uniform, relative * x.b_max + uniform_top
     u_acc_qk = 0.0 if r.qk_step and not r.u_qk else r.u_acc  # int8 products add up exactly in int32
 
     def logits(kappa: float, a: Tensor, g: Tensor, s: Tensor) -> Tensor:
@@ -118,6 +127,9 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     shift = 4 * U32 * x.s_max  # moves all keys of a tile alike
     eta_worst = logits(worst, x.a2, x.g2, x.s2) + quantised_worst
     tops = (x.a_max, x.s_range, x.s_max)
+    mass = x.mass.clamp(1e-300, 1.0)
+    # beside a sink that leaves the keys no weight in float64, their moments are 0 and say nothing: there the largest error counts
+    unseen = x.mass < UNSEEN
 
     def moved(eta: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """What logit errors of RMS `eta` move the output by, and the factor of second order, `largest` bounding them all."""
@@ -140,7 +152,7 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     p_likely = LAMBDA * (((r.u_p**2 + r.u_v**2) ** 0.5 + rest) * v2 + integer * (n / 12).sqrt() * x.v_max)
     p_worst = (r.u_p + r.u_v + r.u_p * r.u_v + rest) * v1 + integer / 2 * n * x.v_max
     accumulated = WORST_CHAIN * n + 2 * torch.ceil(n / TILE) + 4
-    steps = n / MMA + 2 * torch.ceil(n / TILE)
+    steps = r.truncations * n / MMA + 2 * torch.ceil(n / TILE)
     # an accumulator has the subnormals of fp32 whatever the format of P, and v_scale may multiply what it holds
     underflow = FORMATS["fp32"].smallest_subnormal / 2 * x.v_scale.unsqueeze(-1)
     lost = r.a_p * n * inverse_l * r.sum_after  # of the row sum, where it takes P that underflowed
@@ -149,10 +161,18 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     absolute = absolute + underflow * (LAMBDA * (n / 3).sqrt() + 4)  # n uniform roundings
     value_scale = U32 * (r.scales > 0) * out
 
-    share = x.mass.clamp(1e-300, 1.0).sqrt()  # what a moment under p carries of the keys, beside a sink
-    spread_likely, _ = moved(logits(chain, x.a2, x.g2, x.s2) + quantised, logits(chain, *tops) + quantised / share)
+    # beside a sink a moment under p carries sqrt(mass) of the keys
+    top = logits(chain, *tops) + torch.where(unseen, quantised_top, quantised / mass.sqrt())
+    spread_likely, _ = moved(logits(chain, x.a2, x.g2, x.s2) + quantised, top)
     farthest = (x.a_max / x.a2.clamp(min=1e-300)).clamp(1.0, 1e6)  # quantised_worst is a moment under p, this of all keys
-    spread_worst, growth = moved(eta_worst, logits(worst, *tops) + quantised_worst * farthest)
+    most = logits(worst, *tops) + torch.where(unseen, worst_top, quantised_worst * farthest)
+    spread_worst, growth = moved(eta_worst, most)
+
+    def lifted_lse(eta: Tensor) -> Tensor:
+        """How far the unseen keys of such a row, each off by at most `eta`, can lift its LSE."""
+        log_keys = torch.log(n_row.clamp(min=1.0)) - x.gap + eta
+        return torch.logaddexp(torch.zeros_like(eta), log_keys) * unseen
+
     b = (1 + 2 * r.u_out) * (
         r.u_out * out
         + torch.minimum(p_likely, p_worst)
@@ -171,14 +191,17 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     lse_size = x.lse.abs().masked_fill(x.empty[:, None], 0.0)
     tail = 3 * U32 * (lse_size + x.s_max) + 2.0**-149
     # without guard bits every product may lose its last bits: half a place of the running sum each, which is half of s on its
-    # way; and a row of one key averages over nothing but them
-    likely = u_acc_qk * (3 * worst**0.5 * x.b1 + worst / 4 * x.s1)
+    # way, or all of it where the first product outweighs the rest; and a row of one key averages over nothing but them
+    one_sided = r.truncations * head_dim / MMA if r.truncations > TRUNCATIONS else worst / 4
+    likely = u_acc_qk * (3 * worst**0.5 * x.b1 + one_sided * x.s1)
     likely = likely + 3 * r.u_product * x.b1 + linear * x.g1 + 4 * U32 * x.s_max
-    likely = likely + tanh * x.s1 + quantised_lse
+    of_keys = relative * x.b1 / mass + uniform / mass.sqrt()
+    quantised_lse = torch.logaddexp(torch.log1p(-mass), torch.log(mass) + of_keys)  # beside a sink; of_keys without
+    likely = likely + tanh * x.s1 + quantised_lse + lifted_lse(top)
     # exp's error is a smooth function of its argument: near-equal logits share it, and it does not average out
     b_lse = 1.05 * (likely + r.eps_exp + 6 * n_row.sqrt() * U32 + tail)
     after = 3 * r.u_p * x.p2g + (r.a_p * n * inverse_l + 3 * integer * (n / 12).sqrt()).squeeze(-1)
-    b_lse_det = 1.05 * (eta_worst + shift + r.eps_exp + n_row * U32 + tail)
+    b_lse_det = 1.05 * (eta_worst + lifted_lse(most) + shift + r.eps_exp + n_row * U32 + tail)
     b_lse_det = b_lse_det + 1.05 * r.sum_after * (r.u_p + (n * (r.a_p * inverse_l + integer / 2)).squeeze(-1))
     dead = x.empty
     return Bound(
@@ -191,15 +214,11 @@ def bound(x: Exact, r: Roundoff, *, softcap: bool, head_dim: int) -> Bound:
     )
 
 
-def _quantised(x: Exact, r: Roundoff, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The error of logits whose q and k are quantised inside: QUANTISED standard deviations as a moment under p, what they move
-    the LSE by, and the moment of the most it can be."""
-    both = x.k_peak * x.q_peak / x.a2.clamp(min=1e-300)  # q's error times k's
+def _quantised(r: Roundoff, head_dim: int, a: Tensor, k_peak: Tensor, q_peak: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits whose q and k are quantised inside, by a_j and the peaks that set the scales, as moments under p or of a key:
+    QUANTISED standard deviations of what the integer steps make, and the most that the whole error can be."""
+    both = k_peak * q_peak / a.clamp(min=1e-300)  # q's error times k's
     step, root = r.qk_step, head_dim**0.5
-    uniform = step / 12**0.5 * (x.k_peak**2 + x.q_peak**2 + (step / 12**0.5 * root * both) ** 2).sqrt()
-    relative = 0.4247 * 2**0.5 * r.u_qk
-    worst = (2 + r.u_qk) * r.u_qk * x.a2 + step / 2 * root * (x.k_peak + x.q_peak + step / 2 * root * both)
-    mass = x.mass.clamp(1e-300, 1.0)
-    of_keys = QUANTISED * (relative * x.b1 / mass + uniform / mass.sqrt())
-    lse = torch.logaddexp(torch.log1p(-mass), torch.log(mass) + of_keys)  # beside a sink; of_keys without
-    return QUANTISED * (relative * x.b2 + uniform), lse, worst
+    uniform = step / 12**0.5 * (k_peak**2 + q_peak**2 + (step / 12**0.5 * root * both) ** 2).sqrt()
+    worst = (2 + r.u_qk) * r.u_qk * a + step / 2 * root * (k_peak + q_peak + step / 2 * root * both)
+    return QUANTISED * uniform, worst

@@ -17,6 +17,7 @@ from oracle.references.arithmetic import Accumulator, Arithmetic
 from oracle.references.rounding import flush_to_zero, round_to, truncate_to_bf16, truncate_to_fp22, truncate_to_fp32
 
 _SMALLEST_EXPONENT = -126  # of a normal float32
+_IN_HAND = 2**16  # products that a core's cache holds, with what is made of them
 _POLY3 = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)  # numerics.md 1
 
 
@@ -44,12 +45,28 @@ def accumulate(acc: Tensor, a: Tensor, b: Tensor, kind: Accumulator, arithmetic:
 
 def _aligned_sum(acc: Tensor, a: Tensor, b: Tensor, guard: int) -> Tensor:
     """`acc + a @ b`, all addends cut to multiples of the last place of the largest, `guard` bits below float32's."""
+    batch, rows, width = a.shape
+    few = max(1, _IN_HAND // (width * b.shape[-1]))  # rows at a time
+    step = max(1, few // max(1, rows))  # and batches, where these are small
+    out = torch.empty_like(acc)
+    for i in range(0, batch, step):
+        here = slice(i, i + step)
+        for j in range(0, rows, few):
+            part = (here, slice(j, j + few))
+            out[part] = _aligned_part(acc[part], a[part], b[here], guard)
+    return out
+
+
+def _aligned_part(acc: Tensor, a: Tensor, b: Tensor, guard: int) -> Tensor:
     products = a[..., None] * b[:, None]  # (batch, M, K, N)
-    largest = torch.maximum(products.abs().amax(2), acc.abs())
+    largest = torch.maximum(torch.maximum(products.amax(2), -products.amin(2)), acc.abs())
     exponent = (torch.frexp(largest).exponent - 1).clamp(min=_SMALLEST_EXPONENT) - 23 - guard
-    place = _power_of_two(exponent)
-    total = (acc / place).trunc() + (products / place[:, :, None]).trunc().sum(2)
-    return truncate_to_fp32(total * place).to(torch.float64)
+    places = _power_of_two(-exponent)  # in 1
+    cut = products.mul_(places[:, :, None]).to(torch.int32)  # toward zero; Arithmetic sees to it that their sum fits
+    total = (acc * places).trunc() + cut.sum(2, dtype=torch.int32)
+    result = truncate_to_fp32(total * _power_of_two(exponent)).to(torch.float64)
+    finite = largest.isfinite()
+    return result if bool(finite.all()) else torch.where(finite, result, torch.baddbmm(acc, a, b))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

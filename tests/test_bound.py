@@ -23,8 +23,9 @@ from oracle.mutants.planted import FAULTS
 from oracle.pool import Fill, lay_out, without_fill
 from oracle.references.arithmetic import Arithmetic, precision_of
 from oracle.references.attention import Exact, attend
-from oracle.references.bound import Bound, Roundoff, bound, roundoff, tie_width
+from oracle.references.bound import UNSEEN, Bound, Roundoff, bound, roundoff, tie_width
 from oracle.references.emulator import emulate
+from oracle.references.operations import accumulate
 from oracle.references.plan import live_rows
 from oracle.references.rounding import FORMAT_NAMES
 from oracle.strategies import calls
@@ -77,6 +78,23 @@ def test_the_constants_are_those_of_the_formats(name: str) -> None:
     assert r.u_product == (2.0**-24 if name == "fp32" else 0.0)
     assert (r.u_acc, r.eps_exp, r.eps_tanh) == (2.0**-23, 2.0**-13, 2.0**-11)
     assert (r.u_qk, r.qk_step, r.u_v, r.p_step, r.scales, r.sum_after) == (0.0, 0.0, 0.0, 0.0, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("width", "guard", "u_acc"), [(16, 2, 2.0**-23), (8, 2, 2.0**-23), (32, -10, 2.0**-13)], ids=["16-bit", "tf32", "fp22"]
+)
+def test_products_beside_a_larger_sum_cost_the_places_that_the_bound_allows(width: int, guard: int, u_acc: float) -> None:
+    """And more than one place for 16 products, as a tensor core that aligns all addends to the largest one cuts each of them."""
+    a = torch.rand(1, 64, 2048, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * u_acc * 2.0**8
+    a = a.float().double()
+    arithmetic = Arithmetic(aligned_width=width, aligned_guard=guard)
+    got = accumulate(
+        torch.ones(1, 64, 1, dtype=torch.float64), a, torch.ones(1, 2048, 1, dtype=torch.float64), "aligned", arithmetic
+    )
+    lost = ((1 + a.sum(-1, keepdim=True) - got) / got / u_acc / (2048 / 16)).mean()
+    allowed = roundoff(Precision(u_acc=u_acc), dtype="bf16", out_dtype="bf16", scaled=False).truncations
+
+    assert 1 < float(lost) <= allowed
 
 
 def test_a_promise_changes_its_constant() -> None:
@@ -197,6 +215,7 @@ KEEPING = (
     "p_fp32",
     "tanh_approx",
     "rz16",
+    "wgmma",
     "p_e4m3",
 )
 
@@ -227,6 +246,37 @@ def test_the_bound_holds_where_outputs_are_subnormal_before_v_is_scaled(dtype: s
     e, e_det, _ = units(call, Arithmetic())
 
     assert e <= 1 and e_det <= 1
+
+
+@laws
+@given(call=calls(), qk_block=st.sampled_from((1, 16)))
+def test_the_largest_error_of_a_key_is_no_less_than_what_it_is_on_average(call: Call, qk_block: int) -> None:
+    exact = attend(call, live_rows(call), 2.0**-8, qk_block=qk_block)
+    for mean, largest in (("b2", "b_max"), ("k_peak", "k_peak_max"), ("q_peak", "q_peak_max"), ("a2", "a_max")):
+        assert bool((getattr(exact, mean) <= getattr(exact, largest) * (1 + 1e-9)).all()), mean
+
+
+@pytest.mark.parametrize(("name", "larger"), [("e4m3", 1.0), ("int8_qk", 10.0)])
+def test_the_bound_holds_where_a_sink_leaves_the_keys_no_weight_that_float64_shows(name: str, larger: float) -> None:
+    """Quantised logits of thousands are off by thousands: a key far below the sink may come up above it."""
+    lifted = 0
+    for seed in range(8):
+        case = replace(CASE, inputs="logits-3e4", q_lens=(1,) * 100, kv_lens=(2,) * 100, seed=seed)
+        call = call_of(case)
+        call = replace(call, sinks=torch.zeros(4), softmax_scale=larger * call.softmax_scale)
+        exact = attend(call, live_rows(call), 2.0**-8)
+        _, lse = emulate(call, VARIANTS[name])
+        lifted += int(((lse - exact.lse).abs() > 1)[exact.mass < UNSEEN].sum())
+        e, e_det, e_lse = units(call, VARIANTS[name], precision_of(VARIANTS[name]))
+        assert e <= 1 and e_det <= 1 and e_lse <= 1
+    assert lifted > 0, "no key came up: the test shows nothing"
+
+
+def test_a_sink_far_above_exact_keys_leaves_the_bound_of_the_lse_narrow() -> None:
+    call = replace(call_of(replace(CASE, inputs="logits-3e4")), sinks=torch.full((4,), 1e5))
+    exact, b = limits(call)
+
+    assert bool((exact.mass == 0).any()) and float(b.b_lse.max()) < 0.5
 
 
 # The worst case is a theorem

@@ -167,23 +167,36 @@ def test_figures_are_those_of_the_softmax() -> None:
     assert two.first_p == pytest.approx(1 / (n - 1)), "past the window the first token is not seen"
 
 
+SHIPPED: dict[str, tuple[int, int, int, int, float, Path]] = {  # name -> tokens, heads, kv heads, head dim, scale, weights' hash
+    "gemma4-mini-layer03": (256, 8, 1, 512, 1.0, ROOT / "checkpoints" / "gemma4-mini" / "model.safetensors"),
+    "smollm2-layer00": (640, 9, 3, 64, 0.125, ROOT / "ci" / "fetch_smollm2.sh"),
+    "smollm2-layer18": (640, 9, 3, 64, 0.125, ROOT / "ci" / "fetch_smollm2.sh"),
+}
+
+
 def test_the_shipped_captures_are_those_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     document = (ROOT / "docs" / "captures.md").read_text()
-    assert list(shipped()) == ["smollm2-layer00", "smollm2-layer18"]
+    assert list(shipped()) == list(SHIPPED)
     assert captured.main([]) == 0
     table = capsys.readouterr().out
     assert table in document
     for name, file in shipped().items():
         c = load_capture(file)
-        assert (c.tokens, c.dtype, c.layer, c.softmax_scale, c.causal) == (640, "bf16", int(name[-2:]), 0.125, True)
-        assert (c.q.shape[1:], c.k.shape[1:], c.v.shape[1:]) == ((9, 64), (3, 64), (3, 64))
+        tokens, heads, kv_heads, dim, scale, weights = SHIPPED[name]
+        assert (c.tokens, c.dtype, c.layer, c.softmax_scale, c.causal) == (tokens, "bf16", int(name[-2:]), scale, True)
+        assert (c.q.shape[1:], c.k.shape[1:], c.v.shape[1:]) == ((heads, dim), (kv_heads, dim), (kv_heads, dim))
         assert f"{hashlib.sha256(file.read_bytes()).hexdigest()}  oracle/captures/{file.name}" in document
         assert c.text_sha256 == hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest(), "a clone has the text"
-        assert c.weights_sha256 in (ROOT / "ci" / "fetch_smollm2.sh").read_text()
-        assert c.command == capture_command(f"{c.model}.gguf", c.layer, "LICENSE", 640, "bf16")
+        if weights.suffix == ".sh":
+            assert c.weights_sha256 in weights.read_text()
+            assert c.command == capture_command(f"{c.model}.gguf", c.layer, "LICENSE", tokens, "bf16")
+        else:
+            line = f"{hashlib.sha256(weights.read_bytes()).hexdigest()}  {weights.name}\n"
+            assert c.weights_sha256 == hashlib.sha256(line.encode()).hexdigest()
+            assert c.command == capture_command(c.model, c.layer, "LICENSE", tokens, "bf16")
         assert c.command in document
-        assert file.stat().st_size < 1.5e6
-    flat, peaked = ([cell.strip() for cell in row.split("|")] for row in table.splitlines()[2:])
+        assert file.stat().st_size < 2.7e6
+    _, flat, peaked = ([cell.strip() for cell in row.split("|")] for row in table.splitlines()[2:])
     assert float(flat[8]) > 100 > 10 > float(peaked[8]), "keys a row attends to"
     assert float(flat[6]) < 0.01 < 0.5 < float(peaked[6]), "probability of the first token"
 
@@ -199,4 +212,4 @@ def test_reading_a_capture_needs_no_transformers() -> None:
         "print([load_capture(f).family.q_heads for f in shipped().values()])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == "[9, 9]\n"
+    assert done.stdout == "[8, 9, 9]\n"

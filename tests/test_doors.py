@@ -24,6 +24,7 @@ from oracle.doors import (
     MARGIN_NAMED,
     NEGLIGIBLE,
     SLOPE_BETA,
+    TIGHT_CAP,
     decide,
     looser_than_default,
     ordered,
@@ -476,6 +477,31 @@ def test_the_floor_of_the_gain_grows_with_the_keys_and_that_of_capped_logits_wit
     assert verdict(leaning("temperature", 8e-4, effect=60.0, family=capped)).reasons == ()
     tight = Record(precision=Precision(eps_tanh=2.0**-22))
     assert verdict(leaning("temperature", 8e-4, effect=60.0, family=capped), record=tight).reasons == (Reason.TEMPERATURE,)
+
+
+def with_few_values(beta: float, softcap: float, dtype: str = "bf16") -> Seen:
+    """A temperature of `beta` on logits capped at `softcap` whose deviation is 0.5."""
+    case = leaning("temperature", beta, effect=60.0, family=replace(FAMILY, softcap=softcap), dtype=dtype)
+    assert case.candidate is not None
+    sums = case.candidate.sums
+    sums = sums | {"temperature": replace(sums["temperature"], narrow=sums["temperature"].b / 0.5)}
+    return replace(case, candidate=replace(case.candidate, sums=sums))
+
+
+def test_under_a_tight_cap_the_rounding_of_few_values_of_p_is_no_temperature() -> None:
+    """It is at most u_p over the deviation of the logits; more is a fault, and so is as much under a wide cap."""
+    for dtype, u_p in (("bf16", 2.0**-8), ("fp16", 2.0**-11)):
+        assert slope_findings([with_few_values(1.9 * u_p, TIGHT_CAP - 0.1, dtype)], Record())[0] == []
+        for beta, softcap in ((2.6 * u_p + 2.0**-10, TIGHT_CAP - 0.1), (1.9 * u_p + 2.0**-9, TIGHT_CAP)):
+            found = slope_findings([with_few_values(beta, softcap, dtype)], Record())[0]
+            assert [f.reason for f in found] == [Reason.TEMPERATURE], (dtype, beta, softcap)
+
+
+def test_a_tight_cap_shelters_no_other_case() -> None:
+    """Those cases are a pool of their own: one does not lift the floor of the others."""
+    fault = leaning("temperature", 3e-3, effect=60.0)
+
+    assert [f.reason for f in slope_findings([fault, with_few_values(0.0, 0.75)], Record())[0]] == [Reason.TEMPERATURE]
 
 
 def test_capped_logits_that_are_all_off_by_one_sign_move_weight_to_or_from_a_sink() -> None:

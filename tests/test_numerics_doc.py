@@ -84,6 +84,9 @@ def test_the_rows_needed_are_those_of_the_table(share: float) -> None:
         (r"B takes (\d) u_p V2g in its place", bound.LAMBDA),
         (r"eta \+= (\d) \(1 / \(127 sqrt 12\)\)", bound.QUANTISED),
         (r"at worst ([\d.]+) d, every addend truncated", bound.WORST_CHAIN),
+        (r"t = ([\d.]+) places for 16 products", bound.TRUNCATIONS),
+        (r"FP22: ([\d.]+); at worst", bound.TRUNCATIONS_FP22),
+        (r"beyond a cap of (\d) \(a weight", doors.TIGHT_CAP),
         (r"Tiles are counted as (\d+) keys", bound.TILE),
         (r"2 eta\* is above (\d+) nats", bound.LIFTED),
         (r"What is left above ([\d.]+) P2", ties.STRUCTURAL),
@@ -114,7 +117,7 @@ def test_a_quoted_constant_is_that_of_the_code(sentence: str, value: float) -> N
 
 
 def test_the_kernels_and_faults_are_counted_right() -> None:
-    words = {17: "seventeen", 27: "twenty-seven"}
+    words = {18: "eighteen", 27: "twenty-seven"}
     text = " ".join(TEXT.split())
 
     assert f"holds {words[len(VARIANTS)]}:" in text

@@ -55,9 +55,9 @@ def run(call: Call, kernel: SharedKernel) -> tuple[Tensor, Tensor]:
     return out[:live].cpu(), lse[:live].cpu()
 
 
-def off(call: Call, kernel: SharedKernel, meant: SharedKernel) -> float:
-    """The largest error of `kernel`'s answer over its limit, beside what `meant` stands for."""
-    (got, got_lse), (out, size, lse) = run(call, kernel), exact(stands_for(call, meant))
+def off(answer: tuple[Tensor, Tensor], meant: tuple[Tensor, Tensor, Tensor]) -> float:
+    """The largest error of a kernel's answer over its limit, beside an `exact` one."""
+    (got, got_lse), (out, size, lse) = answer, meant
     error = (got.double() - out).abs() / ((U[torch.bfloat16] + 2.0**-9) * (size + out.abs()) + 1e-300)
     lse_error = torch.where(got_lse == lse, 0.0, (got_lse - lse).abs()) / 2.0**-9
     return max(float(error.max()), float(lse_error.max()))
@@ -66,13 +66,15 @@ def off(call: Call, kernel: SharedKernel, meant: SharedKernel) -> float:
 @each
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"dim": 512, "page_size": 64, "heads": (8, 1)}, {"dim": 64}])
 def test_each_form_is_attention_over_the_k_that_it_stands_for(kernel: SharedKernel, options: dict[str, Any]) -> None:
-    assert off(shared(**options), kernel, kernel) <= 1
+    call = shared(**options)
+    assert off(run(call, kernel), exact(stands_for(call, kernel))) <= 1
 
 
 def test_the_forms_are_told_apart() -> None:
-    call = replace(shared(), softmax_scale=1.0)
-    for kernel in FORMS:
-        assert all((off(call, kernel, meant) <= 2) == (kernel is meant) for meant in FORMS)
+    call = replace(shared(lens=((8,), (150,)), heads=(2, 1)), softmax_scale=1.0)
+    answers, meant = [run(call, kernel) for kernel in FORMS], [exact(stands_for(call, kernel)) for kernel in FORMS]
+    for i, answer in enumerate(answers):
+        assert [off(answer, one) <= 2 for one in meant] == [i == j for j in range(len(FORMS))]
 
 
 def test_a_key_of_the_folded_pool_takes_five_eighths_of_what_k_and_v_take() -> None:

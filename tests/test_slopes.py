@@ -15,8 +15,10 @@ from oracle.doors import BIAS_BETA, SLOPE_BETA
 from oracle.families import Family
 from oracle.measure import DIRECTIONS, Measured, Sums, Truth, measure, slope, tell
 from oracle.pool import without_fill
+from oracle.references.arithmetic import Arithmetic
 from oracle.references.attention import attend
 from oracle.references.bound import tie_width
+from oracle.references.emulator import emulate
 from oracle.references.rounding import DTYPES
 from oracle.trial import prepare
 
@@ -146,6 +148,21 @@ def test_a_shift_of_all_logits_shows_beside_a_sink_only() -> None:
         else:
             sums = measure(truth, call, truth.exact.out.bfloat16(), None).sums["gain"]
             assert sums.level == pytest.approx(0.0, abs=1e-9 * sums.b)
+
+
+def test_a_tight_cap_leaves_few_values_of_p_and_their_rounding_looks_like_a_temperature() -> None:
+    """Of the textbook kernel, by less than u_p over the deviation of the logits, and not where P is float32."""
+    family = replace(FAMILY, softcap=0.75)
+    case = replace(MANY, family=family, inputs="x10")
+    truth, call = truth_of(case)
+    seen = {}
+    for p_format in ("input", "fp32"):
+        out, _ = emulate(call, Arithmetic(p_format=p_format), truth.rows)
+        seen[p_format] = measure(truth, call, out, None).sums["temperature"]
+    coarse, exact = slope(seen["input"]), slope(seen["fp32"])
+
+    assert abs(coarse.z) > 5 and abs(coarse.beta) > 4 * abs(exact.beta)
+    assert abs(coarse.beta) < 2.0**-8 * seen["input"].narrow / seen["input"].b
 
 
 def test_sums_add_as_the_cases_they_are_of() -> None:

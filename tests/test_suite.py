@@ -281,8 +281,8 @@ def test_long_contexts_are_judged_with_every_option(default: Suite) -> None:
 def test_captures_are_judged_as_a_prompt_s_end_and_as_a_decode_step(default: Suite) -> None:
     captured = [c for c in default.cases if c.captured]
 
-    assert sorted(c.q_lens for c in captured) == [(1,), (1,), (96,), (96,)]
-    assert {c.kv_lens for c in captured} == {(640,)}
+    assert sorted(c.q_lens for c in captured) == [(1,)] * 3 + [(96,)] * 3
+    assert {c.kv_lens for c in captured} == {(640,), (256,)}
 
 
 @pytest.mark.parametrize("families", [("gemma4-global",), ("llama3", "gpt-oss-full"), ("smollm2",)])

@@ -11,11 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_prefill import DEVICE, E4M3, MIXED, assert_right, assert_same_bits, case, run
+from test_triton_prefill import (
+    DEVICE,
+    E4M3,
+    MIXED,
+    assert_a_dominant_sink_costs_no_accuracy,
+    assert_right,
+    assert_same_bits,
+    case,
+    run,
+)
 
 from oracle.contract import OPTIONAL, REQUIRED, Kernel, Record
-from oracle.kernels import triton_split
-from oracle.kernels.triton_prefill import _key_tile
+from oracle.kernels import triton_host, triton_split
+from oracle.kernels.triton_host import key_tile, padded
 from oracle.kernels.triton_split import split_64, split_tuned
 from oracle.kernels.triton_tiles import fits_tma
 
@@ -76,10 +85,8 @@ def test_each_format_is_as_accurate_as_its_roundoff(dtype: torch.dtype, cache_dt
     assert_right(case(dtype=dtype, cache_dtype=cache_dtype, k_scale=0.5, v_scale=torch.tensor([2.0, 0.3])), split_tuned)
 
 
-def test_a_dominant_sink_costs_fp16_weights_no_accuracy() -> None:
-    # Beside a sink of 12 every weight is under 2^-14, a subnormal of fp16; beside the largest weight of its row none is.
-    sinks = torch.full((4,), 12.0)
-    assert_right(case(dtype=torch.float16, sinks=sinks, v_scale=2.0**14), split_tuned)  # so that outputs are normal numbers
+def test_a_dominant_sink_costs_no_accuracy() -> None:
+    assert_a_dominant_sink_costs_no_accuracy(split_tuned)
 
 
 @both
@@ -169,10 +176,10 @@ def test_incumbent_and_candidate_have_the_same_bits(options: dict[str, Any]) -> 
 def test_the_tiles_of_every_declared_head_dim_fit_into_shared_memory(kernel: Kernel) -> None:
     pick = triton_split._plain if kernel is split_64 else triton_split._tuned
     for dims in (*((d, d) for d in RECORD.head_dims), *RECORD.uneven_head_dims):
-        dim_pad, dim_v_pad = (max(16, 1 << (d - 1).bit_length()) for d in dims)
+        dim_pad, dim_v_pad = (padded(size) for size in dims)
         width = min(dim_v_pad, 256)
         for tma in (False, True):
-            tiling, keys = pick(max(dim_pad, width), tma), _key_tile(max(dim_pad, dim_v_pad), 2)
+            tiling, keys = pick(max(dim_pad, width), tma), key_tile(max(dim_pad, dim_v_pad), 2)
             one = keys * (dim_pad + width) if tiling.stages != 1 else keys * max(dim_pad, width)  # alone, K makes room for V
             assert 2 * (tiling.rows * dim_pad + (tiling.stages or 1) * one) <= SHARED, (dims, tma)
 
@@ -197,7 +204,7 @@ def test_the_copy_engine_is_used_where_tiles_lie_as_it_needs_them(pool: torch.Te
 def test_cpu_tensors_without_the_interpreter_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     call = case(((1,), (1,)))
     call = replace(call, q=call.q.cpu())
-    monkeypatch.setattr(triton_split, "_INTERPRETED", False)
+    monkeypatch.setattr(triton_host, "INTERPRETED", False)
 
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before"):
         run(call, split_tuned)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracle.contract import Precision
 from oracle.references.arithmetic import Accumulator, Arithmetic
+from oracle.references.bound import TRUNCATIONS, U_FP22, WORST_CHAIN, roundoff
 from oracle.references.operations import accumulate
 
 Facts = dict[str, Any]
@@ -28,7 +30,8 @@ PAGE, DATA = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu" / "calibration.json
 TABLES = re.compile(r"(<!-- ci/gpu/page.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUMS = ("normal", "probabilities", "of one sign", "beside a sink")
 LOGITS = ("random", "one channel")
-PER_GROUP = 1.5  # (n/16 + 2T) / (n/16), a tile being 64 keys: what docs/numerics.md 2.2 allows a sum for each 16 products
+RESCALES = 0.5  # 2T / (n/16), a tile being 64 keys
+ASSUMED = 1.0  # places that 16 products cost a sum, as was assumed before these measurements (docs/numerics.md 2.2)
 
 
 def emulated(name: str, facts: Facts) -> dict[str, tuple[Accumulator, Arithmetic]]:
@@ -116,18 +119,38 @@ def instructions(found: Facts) -> str:
 
 def allowed(facts: Facts) -> float:
     """u_acc that the bound takes for an instruction: FP22's or that of a truncated float32."""
-    return 2.0**-13 if facts["result_bits"] < 23 else 2.0**-23
+    return U_FP22 if facts["result_bits"] < 23 else 2.0**-23
 
 
-def share(facts: Facts, kind: str) -> float:
-    """The largest error of a sum of that kind over (n/16 + 2T) u_acc M."""
+def places(facts: Facts) -> float:
+    """Places of the sum that the bound allows an instruction for 16 products."""
+    return roundoff(Precision(u_acc=allowed(facts)), dtype="bf16", out_dtype="bf16", scaled=False).truncations
+
+
+def share(facts: Facts, kind: str, t: float) -> float:
+    """The largest error of a sum of that kind over (t n/16 + 2T) u_acc M."""
     largest: float = max(error for error, _ in facts["chains"][kind].values())
-    return largest * 2.0**-23 / allowed(facts) / PER_GROUP
+    return largest * 2.0**-23 / allowed(facts) / (t + RESCALES)
 
 
-def logit_share(facts: Facts, kind: str, part: str) -> float:
-    """The largest error of a logit of that kind over the accumulation's part of eta ("over_eta") or B_lse ("over_lse")."""
-    largest: float = max(x[part] for x in facts["logits"] if x["kind"] == kind)
+def logit_share(facts: Facts, kind: str, t: float) -> float:
+    """The largest error of a logit of that kind over the accumulation's part of eta, kappa = t d/16 + 2."""
+    groups = [(x["over_eta"], x["head_dim"] / 16) for x in facts["logits"] if x["kind"] == kind]
+    largest: float = max(over * (n + 2) / (t * n + 2) for over, n in groups)
+    return largest * 2.0**-23 / allowed(facts)
+
+
+def lse_share(facts: Facts, kind: str, t: float) -> float:
+    """The same over the accumulation's part of B_lse.  What was recorded has 1.13 d/4 S1 where FP22 has t d/16 S1: divided by the
+    ratio of the two terms at its least, which is at B1 = S1."""
+
+    def part(d: int, one_sided: float) -> float:
+        return 3 * math.sqrt(WORST_CHAIN * d) + one_sided
+
+    found = [(x["over_lse"], x["head_dim"]) for x in facts["logits"] if x["kind"] == kind]
+    usual = {d: WORST_CHAIN * d / 4 for _, d in found}
+    own = {d: t * d / 16 if t > TRUNCATIONS else usual[d] for _, d in found}
+    largest: float = max(over * part(d, usual[d]) / part(d, own[d]) for over, d in found)
     return largest * 2.0**-23 / allowed(facts)
 
 
@@ -155,8 +178,11 @@ def sums(found: Facts) -> str:
             (
                 name,
                 two(allowed(f)),
-                *(f"{share(f, kind):.2f}" for kind in SUMS),
-                *(f"{logit_share(f, kind, part):.2f}" for kind in LOGITS for part in ("over_eta", "over_lse")),
+                *(
+                    " / ".join(f"{part(f, kind, t):.2f}" for t in (ASSUMED, places(f)))
+                    for part, kinds in ((share, SUMS), (logit_share, LOGITS), (lse_share, LOGITS))
+                    for kind in kinds
+                ),
                 f"{worst_chain(f):.2f}",
                 f"{one_sided(f):.1f}",
                 f"{lost:.1e}",
@@ -167,7 +193,7 @@ def sums(found: Facts) -> str:
             "inputs, instruction",
             "u_acc",
             *(f"P.V, {kind}" for kind in SUMS),
-            *(f"q.k, {kind}: {part}" for kind in LOGITS for part in ("eta", "B_lse")),
+            *(f"q.k, {kind}: {part}" for part in ("eta", "B_lse") for kind in LOGITS),
             "worst case, a product",
             "one-sided, 16 products",
             "8192 of one sign lose",

@@ -74,7 +74,10 @@ def other_layouts(base: Side, stream: Stream, scope: Scope) -> Sides:
 
 
 def prefix_copied(base: Side) -> Side:
-    """Every sequence begins with the first page of tokens of the first one."""
+    """Every sequence begins with the first page of tokens of the first one; on its second page v is 8 more.
+
+    So a page read in place of another shows under a wide bound, too.
+    """
     m, size = base.material, base.case.page_size
 
     def copied(x: Tensor) -> Tensor:
@@ -83,7 +86,12 @@ def prefix_copied(base: Side) -> Side:
             x[start : start + size] = x[:size]
         return x
 
-    return other(base, "", data={"k": on_bits(m.k, copied), "v": on_bits(m.v, copied)})
+    def apart(v: Tensor) -> Tensor:
+        for start, end in pairwise(m.cu_k[1:].tolist()):
+            v[start + size : min(start + 2 * size, end)] += 8.0
+        return v
+
+    return other(base, "", data={"k": on_bits(m.k, copied), "v": apart(on_bits(m.v, copied))})
 
 
 def prefix_shared(base: Side, stream: Stream, scope: Scope) -> Sides:

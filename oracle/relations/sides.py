@@ -119,6 +119,7 @@ def own(side: Side, text: str) -> Side:
 
 
 def values_shifted(side: Side) -> Side:
-    """Every key has the value of the one before it: another answer, of which much looks the same."""
+    """Every key has the value of the one before it and 8 more: another answer under any bound, of which much looks the same."""
     v = on_bits(side.material.v, lambda bits: bits.roll(1, 0))
-    return own(other(side, "", data={"v": v}), "with every value one key late")
+    v = (v.float() + 8.0).to(v.dtype)
+    return own(other(side, "", data={"v": v}), "with every value one key late, and 8 more")
