@@ -8,13 +8,15 @@
 # make exam    every mutant, and every correct kernel over many seeds (hours): docs/correct.md, docs/exam.md, docs/peers.md
 # make drift   every way to round on the small checkpoint (a quarter of an hour): docs/drift_measured.md
 # make study   the calibration tables (ten minutes): docs/study.md
+# make gpu     speed, first calls, bits and errors of the Hopper kernels on the GPU of this machine, into OUT, with its own Python,
+#              torch and Triton (four minutes); PARTS: some of it; ATTENTION_ORACLE_LIBRARIES: what `oracle build-kernels` made
 # make screenshots   reports of an accept and of a reject as pictures, in build/
 PYTHON ?= python3
 BIN := .venv/bin
 # The root stays off sys.path, so that ./kernels can hide no installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: gate lock test docs bench drift exam study screenshots clean
+.PHONY: gate lock test docs bench drift exam study gpu screenshots clean
 gate: .venv/ready
 	$(BIN)/oracle gate --lock ci/thresholds --cases ci/cases $(if $(BASE),--base $(BASE))
 	$(BIN)/oracle drift --configs fp8 --accept bf16+int8-attention --no-worse-than fp8 --blocks 24x512
@@ -45,6 +47,9 @@ drift: .venv/ready
 
 study: .venv/ready
 	$(BIN)/python ci/study.py
+
+gpu:
+	PYTHONPATH=.:ci/gpu:$(PYTHONPATH) $(PYTHON) ci/gpu/kernels.py $(or $(OUT),build/gpu) $(PARTS)
 
 screenshots: .venv/ready
 	$(BIN)/python ci/screenshots.py

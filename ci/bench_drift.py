@@ -28,7 +28,7 @@ LONG = "280x512"  # nearly all blocks of this length that the held-out text has
 INCUMBENT, CANDIDATE = "fp8", "bf16+int8-attention"
 DRAWN = (16, 64)
 RESAMPLES = 1000
-REPEATS = 3
+REPEATS = 5
 
 
 def report() -> None:

@@ -206,7 +206,7 @@ class _Tiling:
     early: bool = False  # V is asked for before the softmax, not after it
 
 
-# By the larger of head_dim and the columns of a program.  Measured on an H200 (docs/gpu/triton.json).
+# By the larger of head_dim and the columns of a program.  Measured on an H200 (docs/kernels.md).
 _TUNED = {
     64: _Tiling(rows=128, warps=4, stages=3),
     128: _Tiling(rows=128, warps=8, stages=2, registers=128, early=True),

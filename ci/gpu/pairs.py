@@ -8,6 +8,7 @@ block of products before it (`sustained`).
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import platform
 import statistics
@@ -15,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,8 +195,21 @@ def versions(command: str) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "command": command,
-        "protocol": PROTOCOL,
     }
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """The report is in the file as JSON, a fact a line: an element of each list and an entry of each dict in it."""
+    parts = []
+    for name, facts in report.items():
+        if isinstance(facts, list):
+            body = "[\n" + ",\n".join(f"  {json.dumps(fact)}" for fact in facts) + "\n ]"
+        elif isinstance(facts, dict):
+            body = "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(fact)}" for key, fact in facts.items()) + "\n }"
+        else:
+            body = json.dumps(facts)
+        parts.append(f" {json.dumps(name)}: {body}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def described(shape: Shape) -> dict[str, int]:
