@@ -1,6 +1,6 @@
 """The TileLang kernels: a family is a row of a table, every query row falls into one block, and what cannot run explains itself.
 
-The kernels themselves run on a Hopper GPU only; ci/gpu/bits.py and `oracle accept` judge them there.  What is around them runs here.
+The kernels run on a Hopper GPU only, where ci/gpu/bits.py and `oracle accept` judge them.  What is around them runs here.
 """
 
 from __future__ import annotations
