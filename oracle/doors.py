@@ -111,7 +111,9 @@ def _floor(direction: str, sums: dict[str, Sums], keys: int, cap: _Cap, u_p: flo
     lost = max(keys * precision.u_acc / 4, coarse**2 / 2)
     if direction == "bias":
         return max(BIAS_BETA, logits, lost * math.sqrt(sums["gain"].b / max(1, sums["gain"].elements)))
-    return max(SLOPE_BETA, 2 * eps_tanh, logits, lost if direction == "gain" else 0.0)
+    # what is lost lies along o; as far as that and do / d ln(scale) are one direction, it is a temperature too
+    along = 1.0 if direction == "gain" else math.sqrt(sums["gain"].b / own.b) if own.b > 0 else 0.0
+    return max(SLOPE_BETA, 2 * eps_tanh, logits, lost * along)
 
 
 def ratio(label: str, seen: Sequence[Seen], margin: float, seed: int) -> Ratio:

@@ -479,6 +479,19 @@ def test_the_floor_of_the_gain_grows_with_the_keys_and_that_of_capped_logits_wit
     assert verdict(leaning("temperature", 8e-4, effect=60.0, family=capped), record=tight).reasons == (Reason.TEMPERATURE,)
 
 
+def test_what_a_coarse_p_loses_of_the_output_is_a_temperature_where_the_two_directions_are_one() -> None:
+    """As on v = 1 beside a sink: u_p^2 / 2 of o, over a direction a thousandth of it.  More is a fault, as it is of a finer P."""
+    for beta, p_format, found in ((1.8, "e4m3", 0), (2.2, "e4m3", 1), (1.8, "input", 1)):
+        case = leaning("temperature", beta, effect=0.03)
+        assert case.candidate is not None
+        sums = case.candidate.sums
+        t = sums["temperature"]
+        sums = sums | {"gain": replace(t, a=0.0, ab=0.0, b=1e6 * t.b, bb=1e12 * t.bb)}
+        record = Record(precision=Precision(p_format=p_format))
+        slopes = slope_findings([replace(case, candidate=replace(case.candidate, sums=sums))], record)[0]
+        assert len(slopes) == found, (beta, p_format)
+
+
 def with_few_values(beta: float, softcap: float, dtype: str = "bf16") -> Seen:
     """A temperature of `beta` on logits capped at `softcap` whose deviation is 0.5."""
     case = leaning("temperature", beta, effect=60.0, family=replace(FAMILY, softcap=softcap), dtype=dtype)
