@@ -18,8 +18,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 import oracle
 import oracle.isolation.worker  # what a kernel's process runs: the journal's digest covers it
 from oracle.accept import Asked
@@ -83,12 +81,12 @@ def judged_from(entry: dict[str, Any]) -> Judged:
 
 
 def correct() -> list[Asked]:
-    """The correct kernels that are judged; of a looser contract once, against themselves: their only door."""
+    """The correct kernels that are judged; those of a looser contract against themselves: their only door."""
     asked = []
     for seed in range(MORE_SEEDS):
         for name in VARIANTS:
             target = f"oracle.kernels.emulated:{name}"
-            loose = looser_than_default(variant(name).record.precision)  # type: ignore[attr-defined]
+            loose = looser_than_default(variant(name).record.precision)
             if seed < (MORE_SEEDS if name in OFTEN else SEEDS):
                 asked.append(Asked(candidate=target, seed=seed, against=target if loose else "", profile="default"))
         asked += [Asked(candidate=name, seed=seed, profile=profile) for name, profile in OTHERS.items()]
@@ -219,8 +217,8 @@ def main() -> int:
         make, name, title = PAGES[part]
         journal = Journal(path=options.journals / f"{part}.jsonl")
         page, found = make(options.only, journal, options.workers)
-        capability = torch.backends.cpu.get_cpu_capability()
-        versions = f"oracle {oracle.__version__}, sources {journal.source[:12]}, torch {torch.__version__}, {capability}"
+        ran_on = "; ".join(sorted({judged.versions for judged in journal.read()}))
+        versions = f"oracle {oracle.__version__}, sources {journal.source[:12]}; {ran_on}"
         text = f"# {title}\n\nMade by `python ci/exam.py {part}` ({versions}).\n\n{page}"
         if options.only:
             print(text)

@@ -29,10 +29,10 @@ from oracle.measure import Measured, Truth, measure, tell
 from oracle.mutants.distributions import DIM, DISTRIBUTIONS, HEADS, HUGE, KEYS, KV_HEADS, ROWS, draw_call
 from oracle.mutants.planted import FAULTS
 from oracle.references.arithmetic import Arithmetic, precision_of
-from oracle.references.bound import TRUNCATIONS, roundoff
 from oracle.references.emulator import emulate
 from oracle.references.operations import exp2
 from oracle.references.rounding import DTYPES
+from oracle.references.roundoff import TRUNCATIONS, roundoff
 from oracle.trial import Seen
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from oracle.contract import Call, Precision, Record
+from oracle.contract import SCALES, Answer, Call, DeclaredKernel, Precision, Record, contract_kernel
 from oracle.kernels.quantised import (
     EightBit,
     Quantised,
@@ -345,49 +345,16 @@ def _rounded(p: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class EightBitKernel:
-    """A kernel of the contract that computes with a scheme."""
+class SchemeAttention:
+    """Attention by a scheme."""
 
-    name: str
     scheme: Scheme
-    record: Record
 
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, call: Call, return_lse: bool) -> Answer:
         """The contract's result; rows past the plan are left as they are in `out`, and are undefined where there is no `out`."""
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            num_seqs=num_seqs,
-        )
-        if out is None:
-            out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        rows = call.q.shape[:2]
+        out = call.q.new_empty(*rows, call.v_cache.shape[-1]) if call.out is None else call.out
+        lse = call.q.new_empty(rows, dtype=torch.float32)
         _attend(call, self.scheme, out, lse)
         return (out, lse) if return_lse else out
 
@@ -416,13 +383,13 @@ def record_of(scheme: Scheme) -> Record:
     )
 
 
-def kernel(name: str) -> EightBitKernel:
+def kernel(name: str) -> DeclaredKernel:
     """The kernel of a row of ATTENTIONS, under its own name or that with underscores.  Raises KeyError for another name."""
     row = name.replace("_", "-")
-    return EightBitKernel(row, ATTENTIONS[row], record_of(ATTENTIONS[row]))
+    return contract_kernel(record_of(ATTENTIONS[row]), lacks=SCALES, name=row)(SchemeAttention(ATTENTIONS[row]))
 
 
-def __getattr__(name: str) -> EightBitKernel:
+def __getattr__(name: str) -> DeclaredKernel:
     if name.replace("_", "-") not in ATTENTIONS:
         raise AttributeError(f"module {__name__!r} has no kernel {name!r}; it has {', '.join(ATTENTIONS)}")
     return kernel(name)

@@ -6,7 +6,7 @@ kernels are (docs/numerics.md, section 3.1).
 
 from __future__ import annotations
 
-from oracle.contract import Kernel
+from oracle.contract import DeclaredKernel
 from oracle.references.arithmetic import Arithmetic
 from oracle.references.emulator import as_kernel
 
@@ -43,7 +43,7 @@ VARIANTS: dict[str, Arithmetic] = {
 }
 
 
-def __getattr__(name: str) -> Kernel:
+def __getattr__(name: str) -> DeclaredKernel:
     if name not in VARIANTS:
         raise AttributeError(f"module {__name__!r} has no kernel {name!r}; it has {', '.join(VARIANTS)}")
     return as_kernel(VARIANTS[name], name)

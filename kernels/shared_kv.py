@@ -21,12 +21,13 @@ each time: `prefill` takes the folded pool itself.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from oracle.contract import Precision, Record
+from oracle.contract import SCALES, Answer, Call, Kernel, Precision, Record, contract_kernel
+from oracle.kernels.rebuilt_k import read_pages
 from oracle.kernels.triton_host import NO_LIMIT
 from oracle.kernels.triton_language import (  # before Triton: on a machine without a GPU it switches the interpreter on
     FLOOR,
@@ -251,76 +252,36 @@ def prefill(
     return out if lse is None else (out, lse)
 
 
-class SharedKernel(Protocol):
-    """A kernel of the contract that asks for K's norm weight as a case extra."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        k_norm_weight: Tensor,
-        causal: bool = True,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
-def _kernel(form: Form, what: str) -> SharedKernel:
+def _kernel(form: Form, what: str) -> Kernel:
     """`prefill` in this form as a kernel of the contract, with its record."""
 
-    def kernel(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        k_norm_weight: Tensor,
-        causal: bool = True,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        seqs = len(seqused_k) if num_seqs is None else num_seqs
-        pages = -(-seqused_k[:seqs] // k_cache.shape[1])
-        read = torch.arange(page_table.shape[1], device=q.device) < pages[:, None]
-        ids, places = torch.unique(page_table[:seqs][read], return_inverse=True)  # the pool may be far larger than what is read
-        table = torch.zeros_like(page_table)
-        table[:seqs][read] = places.int()
+    def run(call: Call, return_lse: bool) -> Answer:
+        ids, table = read_pages(call)
         return prefill(
-            q,
-            folded_pool(k_cache[ids], v_cache[ids]),
+            call.q,
+            folded_pool(call.k_cache[ids], call.v_cache[ids]),
             form=form,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
+            cu_seqlens_q=call.cu_seqlens_q,
+            seqused_k=call.seqused_k,
             page_table=table,
-            softmax_scale=softmax_scale,
-            k_norm_weight=k_norm_weight,
-            causal=causal,
-            num_seqs=num_seqs,
-            out=out,
+            softmax_scale=call.softmax_scale,
+            k_norm_weight=call.extras["k_norm_weight"],
+            causal=call.causal,
+            num_seqs=call.num_seqs,
+            out=call.out,
             return_lse=return_lse,
         )
 
-    kernel.__name__ = kernel.__qualname__ = form
-    kernel.__doc__ = what
-    kernel.record = Record(  # type: ignore[attr-defined]  # functions have no declared attributes
+    run.__doc__ = what
+    record = Record(
         dtypes=("bf16",),
         head_dims=(64, 128, 256, 512),
         devices=("cpu",) if INTERPRETED else ("cuda",),
         precision=Precision(eps_exp=2.0**-22, subtract_first=True),
         interpreted=bool(INTERPRETED),
     )
-    return kernel
+    lacks = ("window_size", "softcap", "sinks", *SCALES)
+    return contract_kernel(record, lacks=lacks, extras=("k_norm_weight",), name=form)(run)
 
 
 rebuilt_bf16 = _kernel("rebuilt_bf16", "K rebuilt from V and rounded to bf16: must be rejected.")

@@ -122,6 +122,30 @@ KERNELS: dict[str, KernelRow] = {
         expect="accept",
         devices=("cuda",),
     ),
+    "shared-kv-bf16": KernelRow(
+        target="oracle.kernels.shared_kv:rebuilt_bf16",
+        about="K rebuilt from V in bf16 on the GPU, where they share a projection: must be rejected",
+        expect="reject",
+        reason="error-exceeds-bound",
+        needs="triton",
+        devices=("cuda",),
+    ),
+    "shared-kv-fp32": KernelRow(
+        target="oracle.kernels.shared_kv:rebuilt_fp32",
+        about="the same without rounding: nearer to the model, and not the K that the pool holds: must be rejected",
+        expect="reject",
+        reason="error-exceeds-bound",
+        needs="triton",
+        devices=("cuda",),
+    ),
+    "shared-kv-folded": KernelRow(
+        target="oracle.kernels.shared_kv:folded",
+        about="K's norm weight folded into q, 640 instead of 1024 elements a row: must be rejected",
+        expect="reject",
+        reason="error-exceeds-bound",
+        needs="triton",
+        devices=("cuda",),
+    ),
 }
 
 

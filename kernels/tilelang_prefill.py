@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oracle.contract import Kernel, Precision, Record
+from oracle.contract import SCALES, Answer, Call, Kernel, Precision, Record, contract_kernel
 from oracle.kernels import ahead_of_time
 from oracle.kernels.tilelang_families import FAMILIES, PAGE_SIZES, Family
 
@@ -115,28 +115,18 @@ def _units(x: Tensor, *names: str) -> dict[str, int]:
     return {name: stride // _UNIT if stride % _UNIT == 0 else 1 for name, stride in zip(names, x.stride(), strict=False)}
 
 
-def _run(
-    family: Family,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    page_table: Tensor,
-    softmax_scale: float,
-    window: tuple[int, int],
-    seqs: int,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _run(family: Family, call: Call) -> tuple[Tensor, Tensor]:
     """The kernel's answer: out and lse.  Reads no plan on the host, so a CUDA graph may replay it.
 
     A q, or an `out`, whose strides are no multiples of 16 bytes is copied, `out` there and back.
     """
+    q, k_cache, v_cache, seqs = call.q, call.k_cache, call.v_cache, call.live_seqs
     _check(family, q, k_cache, v_cache)
-    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if seqs == 0 or q.shape[0] == 0:
         return result, lse
+    left, right = (call.window_size[0], 0) if call.causal else call.window_size
     q = q if _aligned(q) else q.contiguous()
     target = result if _aligned(result) else result.contiguous()
     values = {
@@ -145,23 +135,23 @@ def _run(
         "v": v_cache,
         "out": target,
         "lse": lse,
-        "cu": cu_seqlens_q[: seqs + 1].contiguous(),
-        "used": seqused_k[:seqs].contiguous(),
-        "table": page_table[:seqs],
+        "cu": call.cu_seqlens_q[: seqs + 1].contiguous(),
+        "used": call.seqused_k[:seqs].contiguous(),
+        "table": call.page_table[:seqs],
         "blocks": q.shape[0] // family.tokens + seqs,  # each sequence may begin a block and end inside one
         "seqs": seqs,
         "steps": (seqs - 1).bit_length(),
-        "left": _NO_LIMIT if window[0] < 0 else min(window[0], _NO_LIMIT),
-        "right": _NO_LIMIT if window[1] < 0 else min(window[1], _NO_LIMIT),
-        "scale2": softmax_scale * _LOG2E,
+        "left": _NO_LIMIT if left < 0 else min(left, _NO_LIMIT),
+        "right": _NO_LIMIT if right < 0 else min(right, _NO_LIMIT),
+        "scale2": call.softmax_scale * _LOG2E,
         "rows": q.shape[0],
         "heads": q.shape[1],
         "pages": k_cache.shape[0],
         "kv_heads": k_cache.shape[2],
         "plan": seqs,
-        "width": page_table.shape[1],
-        "table_row": page_table.stride(0),
-        "table_column": page_table.stride(1),
+        "width": call.page_table.shape[1],
+        "table_row": call.page_table.stride(0),
+        "table_column": call.page_table.stride(1),
         **_units(q, "q_row", "q_head"),
         **_units(k_cache, "k_page", "k_slot", "k_head"),
         **_units(v_cache, "v_page", "v_slot", "v_head"),
@@ -178,31 +168,12 @@ def _run(
 def _kernel(family: Family) -> Kernel:
     """The kernel of the contract for one family, with its record."""
 
-    def kernel(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        window = (window_size[0], 0) if causal else window_size
-        seqs = seqused_k.shape[0] if num_seqs is None else num_seqs
-        answer = _run(
-            family, q, k_cache, v_cache, cu_seqlens_q, seqused_k, page_table, softmax_scale, window, seqs, out
-        )  # fmt: skip
+    def run(call: Call, return_lse: bool) -> Answer:
+        answer = _run(family, call)
         return answer if return_lse else answer[0]
 
-    kernel.__name__ = kernel.__qualname__ = family.name
-    kernel.__doc__ = f"Attention by the contract at head dim {family.head_dim}, {family.group} query heads a kv head."
-    kernel.record = Record(  # type: ignore[attr-defined]  # functions have no declared attributes
+    run.__doc__ = f"Attention by the contract at head dim {family.head_dim}, {family.group} query heads a kv head."
+    record = Record(
         dtypes=("bf16",),
         head_dims=(family.head_dim,),
         page_sizes=PAGE_SIZES,
@@ -211,7 +182,7 @@ def _kernel(family: Family) -> Kernel:
         batch_invariant=True,  # blocks are cut from the start of each sequence
         precision=Precision(eps_exp=2.0**-22, flush_to_zero=True),  # ex2.approx.ftz; P in bf16, sums cut by wgmma
     )
-    return kernel  # type: ignore[return-value]  # a subset of the optional arguments, as the contract allows
+    return contract_kernel(record, lacks=("softcap", "sinks", *SCALES), name=family.name)(run)
 
 
 hd512 = _kernel(FAMILIES["hd512"])

@@ -11,20 +11,21 @@ the format of q, when it rounds scores and P to that format as well.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
-from types import FunctionType
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from oracle.contract import Call, Precision, Record
+from oracle.contract import SCALES, Answer, Call, Precision, Record, contract_kernel
 
 _NO_LIMIT = 2**30  # a window bound that no sequence reaches and that int32 sums survive
 _HEAD_DIMS = (40, 64, 72, 80, 96, 112, 128, 192, 256, 512, 576)
+_UNEVEN_HEAD_DIMS = ((96, 64), (128, 256), (192, 128), (576, 512))
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
+_LACKS = ("softcap", "sinks", *SCALES)
 
 # (q, k, v, mask or None, is_causal, scale) -> (out, lse or None), all (1, heads, length, ...)
 _Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor | None]]
@@ -100,142 +101,56 @@ def _run(call: Call, attend: _Attention, lse: Tensor | None = None) -> Tensor:
     return out
 
 
-def sdpa_flash(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    page_table: Tensor,
-    softmax_scale: float,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    num_seqs: int | None = None,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+def _flash(call: Call, return_lse: bool) -> Answer:
     """Attention by torch's FLASH_ATTENTION backend; head_dim_v must equal head_dim."""
-    call = Call(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cu_seqlens_q=cu_seqlens_q,
-        seqused_k=seqused_k,
-        page_table=page_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        num_seqs=num_seqs,
-        out=out,
-    )
     if not return_lse:
         return _run(call, _public(SDPBackend.FLASH_ATTENTION))
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    lse = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
     return _run(call, _flash_with_lse, lse), lse
 
 
-def sdpa_math(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    page_table: Tensor,
-    softmax_scale: float,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    num_seqs: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attention by torch's MATH backend, in fp32 whatever the inputs are."""
-    call = Call(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cu_seqlens_q=cu_seqlens_q,
-        seqused_k=seqused_k,
-        page_table=page_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        num_seqs=num_seqs,
-        out=out,
-    )
-    return _run(call, _public(SDPBackend.MATH))
-
-
-def sdpa_math_reduced(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    page_table: Tensor,
-    softmax_scale: float,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    num_seqs: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Less than its record says: `sdpa_math` allowed to reduce in the format of q, so that it rounds the scores to it too."""
-    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]  # torch's
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        return sdpa_math(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            num_seqs=num_seqs,
-            out=out,
-        )
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
-
-
-def _again(function: FunctionType, name: str) -> FunctionType:
-    """The same function under another name, for a record of its own."""
-    twin = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
-    twin.__kwdefaults__, twin.__annotations__, twin.__doc__ = function.__kwdefaults__, function.__annotations__, function.__doc__
-    return twin
-
-
-sdpa_flash_fp32 = _again(cast(FunctionType, sdpa_flash), "sdpa_flash_fp32")
-
-# Functions have no declared attributes, hence the ignores.
 # Measured: exp is off by up to 2^-13.2 in bf16 and fp16 (AVX-512; the largest term, exp(0), by 2^-14.2), 2^-21.4 in fp32.
-sdpa_flash.record = Record(  # type: ignore[attr-defined]
+_FLASH = Record(
     head_dims=_HEAD_DIMS,
     page_sizes=_PAGE_SIZES,
     devices=("cpu",),
     precision=Precision(eps_exp=2.0**-13, subtract_first=True),
 )
-sdpa_flash_fp32.record = Record(  # type: ignore[attr-defined]
-    dtypes=("fp32",),
-    head_dims=_HEAD_DIMS,
-    page_sizes=_PAGE_SIZES,
-    devices=("cpu",),
-    precision=Precision(eps_exp=2.0**-21, subtract_first=True),
+_FLASH_FP32 = replace(_FLASH, dtypes=("fp32",), precision=replace(_FLASH.precision, eps_exp=2.0**-21))
+sdpa_flash = contract_kernel(_FLASH, lacks=_LACKS, name="sdpa_flash")(_flash)
+sdpa_flash_fp32 = contract_kernel(_FLASH_FP32, lacks=_LACKS, name="sdpa_flash_fp32")(_flash)
+
+
+@contract_kernel(
+    Record(
+        dtypes=("bf16", "fp16", "fp32"),
+        head_dims=_HEAD_DIMS,
+        uneven_head_dims=_UNEVEN_HEAD_DIMS,
+        page_sizes=_PAGE_SIZES,
+        precision=Precision(p_format="fp32", eps_exp=2.0**-21, subtract_first=True),
+    ),
+    lacks=(*_LACKS, "return_lse"),
 )
-sdpa_math.record = Record(  # type: ignore[attr-defined]
-    dtypes=("bf16", "fp16", "fp32"),
-    head_dims=_HEAD_DIMS,
-    uneven_head_dims=((96, 64), (128, 256), (192, 128), (576, 512)),
-    page_sizes=_PAGE_SIZES,
-    precision=Precision(p_format="fp32", eps_exp=2.0**-21, subtract_first=True),
+def sdpa_math(call: Call, _: bool) -> Tensor:
+    """Attention by torch's MATH backend, in fp32 whatever the inputs are."""
+    return _run(call, _public(SDPBackend.MATH))
+
+
+@contract_kernel(
+    Record(
+        head_dims=_HEAD_DIMS,
+        uneven_head_dims=_UNEVEN_HEAD_DIMS,
+        page_sizes=_PAGE_SIZES,
+        devices=("cpu",),
+        precision=Precision(eps_exp=2.0**-21, subtract_first=True),
+    ),
+    lacks=(*_LACKS, "return_lse"),
 )
-sdpa_math_reduced.record = Record(  # type: ignore[attr-defined]
-    head_dims=_HEAD_DIMS,
-    uneven_head_dims=((96, 64), (128, 256), (192, 128), (576, 512)),
-    page_sizes=_PAGE_SIZES,
-    devices=("cpu",),
-    precision=Precision(eps_exp=2.0**-21, subtract_first=True),
-)
+def sdpa_math_reduced(call: Call, _: bool) -> Tensor:
+    """Less than its record says: `sdpa_math` allowed to reduce in the format of q, so that it rounds the scores to it too."""
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]  # torch's
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        return _run(call, _public(SDPBackend.MATH))
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)

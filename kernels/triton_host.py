@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracle.contract import Call, Kernel, Precision, Record
+from oracle.contract import Answer, Call, Kernel, Precision, Record, contract_kernel
 from oracle.kernels.triton_language import INTERPRETED
 
 NO_LIMIT = 2**30  # a window bound that no sequence reaches and that int32 sums survive
@@ -129,7 +129,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Launch:
     return Launch(call=call, keys=keys, dim_pad=dim_pad, dim_v_pad=dim_v_pad, arguments=arguments)
 
 
-def contract_kernel(
+def triton_kernel(
     name: str, what: str, start: Callable[[Launch], None], *, who: str, dtypes: tuple[str, ...], precision: Precision
 ) -> Kernel:
     """A kernel of the contract that takes every argument and runs by `start`, with its record; `who` names it in errors.
@@ -137,55 +137,17 @@ def contract_kernel(
     It reads no plan on the host, so a CUDA graph may replay it.
     """
 
-    def kernel(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        q_scale: Tensor | float | None = None,
-        k_scale: Tensor | float | None = None,
-        v_scale: Tensor | float | None = None,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_seqs=num_seqs,
-            out=out,
-        )
+    def run(call: Call, return_lse: bool) -> Answer:
         _check(who, call, dtypes)
-        total_q, q_heads, _ = q.shape
-        result = q.new_empty(total_q, q_heads, v_cache.shape[3]) if out is None else out
-        lse = q.new_empty(total_q, q_heads, dtype=torch.float32) if return_lse else None
+        total_q, q_heads, _ = call.q.shape
+        result = call.q.new_empty(total_q, q_heads, call.v_cache.shape[3]) if call.out is None else call.out
+        lse = call.q.new_empty(total_q, q_heads, dtype=torch.float32) if return_lse else None
         if call.live_seqs and total_q:
             start(_launch(call, result, lse))
         return result if lse is None else (result, lse)
 
-    kernel.__name__ = kernel.__qualname__ = name
-    kernel.__doc__ = what
-    kernel.record = Record(  # type: ignore[attr-defined]  # functions have no declared attributes
+    run.__doc__ = what
+    record = Record(
         dtypes=dtypes,
         cache_dtypes=("e4m3",),
         head_dims=(40, 64, 72, 80, 96, 112, 128, 192, 256, 512, 576),
@@ -195,4 +157,4 @@ def contract_kernel(
         precision=precision,
         interpreted=bool(INTERPRETED),
     )
-    return kernel
+    return contract_kernel(record, name=name)(run)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from oracle.contract import Kernel, Precision
-from oracle.kernels.triton_host import Launch, as_bytes, contract_kernel
+from oracle.kernels.triton_host import Launch, as_bytes, triton_kernel
 from oracle.kernels.triton_language import (  # before Triton: on a machine without a GPU it switches the interpreter on
     FLOOR,
     device_function,
@@ -190,9 +190,7 @@ def _kernel(name: str, what: str, tiling: _Tiling, dtypes: tuple[str, ...] = ("b
     """The kernel of the contract that runs `_prefill` under `tiling`, with its record."""
     # exp is ex2.approx on a GPU (2^-22) and NumPy's on the CPU (measured: 2^-22.2).
     precision = Precision(eps_exp=2.0**-21, eps_tanh=2.0**-19, subtract_first=True)
-    return contract_kernel(
-        name, what, partial(_start, tiling), who="kernels/triton_prefill.py", dtypes=dtypes, precision=precision
-    )
+    return triton_kernel(name, what, partial(_start, tiling), who="kernels/triton_prefill.py", dtypes=dtypes, precision=precision)
 
 
 prefill_16 = _kernel("prefill_16", "Attention by the contract, in tiles of 16 query rows.", _Tiling(rows=16, warps=4))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from oracle.contract import Kernel, Precision
-from oracle.kernels.triton_host import Launch, as_bytes, contract_kernel
+from oracle.kernels.triton_host import Launch, as_bytes, triton_kernel
 from oracle.kernels.triton_language import (  # before Triton: on a machine without a GPU it switches the interpreter on
     FLOOR,
     INTERPRETED,
@@ -257,7 +257,7 @@ def _kernel(name: str, what: str, pick: _Pick) -> Kernel:
     """The kernel of the contract that runs `_prefill` in the tiles that `pick` gives, with its record."""
     # exp2 is ex2.approx on a GPU (2^-22.7) and NumPy's on the CPU.
     precision = Precision(eps_exp=2.0**-22, eps_tanh=2.0**-19, subtract_first=True)
-    return contract_kernel(
+    return triton_kernel(
         name, what, partial(_start, pick), who="kernels/triton_split.py", dtypes=("bf16", "fp16"), precision=precision
     )
 

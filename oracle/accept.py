@@ -104,6 +104,12 @@ def open_kernel(name: str, device: str, *, sanitize: bool = False, graph: bool =
             f"{name}: the contract's {absent[0]} is not among its keyword arguments; `oracle kernels` shows the contract"
         )
     record = description.record or Record()
+    if device not in record.devices:
+        process.close()
+        raise InputError(
+            f"{name}: is not for device {device}; its record has {', '.join(record.devices)}: say --device {record.devices[0]}, "
+            "on a machine that has one"
+        )
     named = frozenset(OPTIONAL if description.has_var_keyword else description.parameters)
     return Candidate(
         name=name,

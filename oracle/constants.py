@@ -8,7 +8,7 @@ from oracle import doors
 from oracle.cases import Case
 from oracle.contract import Record
 from oracle.families import FAMILIES
-from oracle.references import bound
+from oracle.references import bound, logits, roundoff
 from oracle.suite import CONFIDENCE, ELEMENTS, SHARE
 from oracle.trial import prepare
 
@@ -41,15 +41,15 @@ def constants() -> dict[str, float]:
         "probe_b": _mean(truth.bound.b),
         "probe_b_det": _mean(truth.bound.b_det),
         "probe_b_lse": _mean(truth.bound.b_lse),
-        "quantised": bound.QUANTISED,
+        "quantised": logits.QUANTISED,
         "slope_beta": doors.SLOPE_BETA,
         "slope_effect": doors.SLOPE_EFFECT,
         "slope_rows": doors.SLOPE_ROWS,
         "slope_z": doors.SLOPE_Z,
         "tight_cap": doors.TIGHT_CAP,
-        "truncations": bound.TRUNCATIONS,
-        "truncations_fp22": bound.TRUNCATIONS_FP22,
-        "worst_chain": bound.WORST_CHAIN,
+        "truncations": roundoff.TRUNCATIONS,
+        "truncations_fp22": roundoff.TRUNCATIONS_FP22,
+        "worst_chain": roundoff.WORST_CHAIN,
     }
 
 

@@ -6,15 +6,19 @@ uses none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 REQUIRED = ("cu_seqlens_q", "seqused_k", "page_table", "softmax_scale")
-OPTIONAL = ("causal", "window_size", "softcap", "sinks", "q_scale", "k_scale", "v_scale", "num_seqs", "out", "return_lse")
+SCALES = ("q_scale", "k_scale", "v_scale")
+OPTIONAL = ("causal", "window_size", "softcap", "sinks", *SCALES, "num_seqs", "out", "return_lse")
+Answer: TypeAlias = "Tensor | tuple[Tensor, Tensor]"  # out, or out and LSE
 
 
 class Kernel(Protocol):
@@ -123,3 +127,47 @@ class Record:
     lse_base: str = "e"  # "e" (natural log) or "2"
     precision: Precision = Precision()
     interpreted: bool = False  # runs in an interpreter: use the quick profile
+
+
+class DeclaredKernel(Kernel, Protocol):
+    """A kernel with its record."""
+
+    record: Record
+
+
+def contract_kernel(
+    record: Record | None = None, *, lacks: Collection[str] = (), extras: tuple[str, ...] = (), name: str = ""
+) -> Callable[[Callable[[Call, bool], Answer]], DeclaredKernel]:
+    """Makes a kernel of a function that is given the call, and whether the LSE is wanted.
+
+    The kernel's signature is the contract's without the optional arguments that it `lacks`, and with the `extras` that it
+    requires besides; it has the record, where one is given, and the function's name and docstring, or `name`.  Raises, when it
+    is called: TypeError for an argument that it does not take, or lacks.
+    """
+
+    def decorator(run: Callable[[Call, bool], Answer]) -> DeclaredKernel:
+        @wraps(run)
+        def kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, **given: Any) -> Answer:
+            if strange := given.keys() - takes:
+                got, expected = ", ".join(sorted(strange)), ", ".join(takes)
+                raise TypeError(f"{kernel.__name__}: does not take {got}; expected some of {expected}")
+            if absent := required - given.keys():
+                raise TypeError(f"{kernel.__name__}: not given {', '.join(sorted(absent))}")
+            beside = {extra: given.pop(extra) for extra in extras}
+            return_lse = given.pop("return_lse", False)
+            return run(Call(q=q, k_cache=k_cache, v_cache=v_cache, extras=beside, **given), return_lse)
+
+        whole = signature(Kernel.__call__)
+        own = [p for p in whole.parameters.values() if p.name != "self" and p.name not in lacks]
+        own += [Parameter(extra, Parameter.KEYWORD_ONLY) for extra in extras]
+        takes = [p.name for p in own if p.kind is Parameter.KEYWORD_ONLY]
+        required = {p.name for p in own if p.kind is Parameter.KEYWORD_ONLY and p.default is Parameter.empty}
+        declared = cast(DeclaredKernel, kernel)
+        vars(kernel)["__signature__"] = whole.replace(parameters=own)
+        if record is not None:
+            declared.record = record
+        if name:
+            kernel.__name__ = kernel.__qualname__ = name
+        return declared
+
+    return decorator

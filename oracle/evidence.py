@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oracle.cases import Case
-from oracle.measure import Worst, _refined
+from oracle.measure import Worst, refined
 from oracle.pool import without_fill
 from oracle.trial import Answer
 from oracle.verdict import PRIORITY, Finding
@@ -138,7 +138,7 @@ def errors(answer: Answer, out: Tensor) -> Tensor:
     """e of every judged element of `out` (R, q_heads, head_dim_v), as `measure` has it: float64, inf where out is not finite."""
     truth = answer.prepared.truth
     x, got = truth.exact, out.double()
-    limit = _refined(truth, without_fill(answer.prepared.laid), got, truth.bound.b)
+    limit = refined(truth, without_fill(answer.prepared.laid), got, truth.bound.b)
     live, finite = (~x.empty)[:, None, None], torch.isfinite(got)
     err = torch.where(finite, (got - x.out).abs(), math.inf)
     e = torch.where(live, err / limit, 0.0)

@@ -40,6 +40,7 @@ class Judged:
     ratio: float | None  # RMS e over the incumbent's, everywhere
     seconds: float
     peers: dict[str, tuple[bool, bool]]  # rule -> whether it rejects on some randn input, on some input; {} where not asked
+    versions: str  # of torch and of the CPU's instructions
 
     @property
     def understood(self) -> bool:
@@ -61,6 +62,7 @@ def judge(name: str, asked: Asked, make: Prepare) -> Judged:
         ratio=verdict.ratios[0].value if verdict.ratios else None,
         seconds=time.perf_counter() - start,
         peers={},
+        versions=f"torch {verdict.environment['torch']}, {verdict.environment['cpu_capability']}",
     )
 
 

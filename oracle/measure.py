@@ -14,7 +14,8 @@ from torch import Tensor
 
 from oracle.contract import Call
 from oracle.references.attention import Exact, attend
-from oracle.references.bound import Bound, Roundoff, bound, tie_width
+from oracle.references.bound import Bound, bound
+from oracle.references.roundoff import Roundoff, tie_width
 
 DIRECTIONS = ("gain", "temperature", "bias")
 REFINE_ABOVE = 0.8  # rows nearer to the limit than this get V2g summed over all ties before they are believed
@@ -147,7 +148,7 @@ def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measur
     live = (~x.empty)[:, None, None].expand_as(want)
     finite = torch.isfinite(got)
     err = torch.where(finite, got - want, math.inf)
-    b = _refined(truth, call, got, limits.b)
+    b = refined(truth, call, got, limits.b)
     e = torch.where(live, err.abs() / b, 0.0)
     e = torch.where(torch.isnan(e), torch.where(err == 0, 0.0, math.inf), e)  # 0/0: a bound of 0 demands exactness
     e = torch.where(finite, e, math.inf)  # in rows without keys too
@@ -203,7 +204,7 @@ def _worst(truth: Truth, units: Tensor, got: Tensor, want: Tensor, limit: Tensor
     )
 
 
-def _refined(truth: Truth, call: Call, got: Tensor, b: Tensor) -> Tensor:
+def refined(truth: Truth, call: Call, got: Tensor, b: Tensor) -> Tensor:
     """`b` with V2g summed over all ties in the rows that need it: the quick form misses ties of values (numerics.md 2.6).
 
     Rows that B_det already condemns, and rows far inside the bound, keep what they have.
@@ -217,9 +218,9 @@ def _refined(truth: Truth, call: Call, got: Tensor, b: Tensor) -> Tensor:
         return b
     r = truth.roundoff
     exact = _attend(call, truth.rows[doubtful.cpu()], r, every_tie=True)
-    refined = b.clone()
-    refined[doubtful] = torch.maximum(b[doubtful], bound(exact, r, softcap=truth.softcap, head_dim=truth.head_dim).b)
-    return refined
+    with_ties = b.clone()
+    with_ties[doubtful] = torch.maximum(b[doubtful], bound(exact, r, softcap=truth.softcap, head_dim=truth.head_dim).b)
+    return with_ties
 
 
 def _lse(truth: Truth, lse: Tensor | None) -> tuple[Worst | None, float, bool, int]:

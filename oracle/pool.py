@@ -77,15 +77,10 @@ def lay_out(case: Case, material: Material, *, fill: Fill, salt: int, writes_pad
     common = [n // size for n in case.shared]
     shape = _pool_shape(case, sum(pages) - sum(common), salt)
     own = _page_ids(stream, shape, sum(pages) - sum(common))
-    rows: list[Tensor] = []
-    for count, of_first in zip(pages, common, strict=True):
-        rows.append(torch.cat([rows[0][:of_first], own[: count - of_first]]) if of_first else own[:count])
-        own = own[count - of_first :]
-    ids = torch.cat(rows) if rows else own
+    row, column, ids = _table_entries(own, pages, common)
     filled = _filled_pages(case, shape, ids)
     table = _garbage_table(case, stream, batch + case.padded_seqs, max([*pages, 1]) + 2, filled)
-    for row, page_ids in enumerate(rows):
-        table[row, : len(page_ids)] = page_ids.int()
+    table[row, column] = ids.int()
 
     k_cache, v_cache = _caches(case, shape, material, fill, ids, filled)
     page_of, slot_of = _places(case, ids, pages)
@@ -185,6 +180,21 @@ def _page_ids(stream: Stream, shape: _PoolShape, needed: int) -> Tensor:
     return ids[stream.permutation(needed)] if needed else ids
 
 
+def _table_entries(own: Tensor, pages: list[int], common: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and page id of every live entry of the page table, (sum(pages),) int64 each, row by row.
+
+    The first `common` pages of a sequence are those of sequence 0; all others are `own`, each in one place.
+    """
+    counts = torch.tensor(pages, dtype=torch.int64)
+    row = torch.repeat_interleave(counts)
+    column = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    of_first = column < torch.tensor(common, dtype=torch.int64)[row]
+    ids = torch.empty_like(row)
+    ids[~of_first] = own
+    ids[of_first] = ids[column[of_first]]
+    return row, column, ids
+
+
 def _filled_pages(case: Case, shape: _PoolShape, ids: Tensor) -> Tensor:
     """The pages that hold something: all, or in a sparse pool the live ones `ids` and their neighbours; ascending."""
     if case.layout not in SPARSE:
@@ -261,7 +271,8 @@ def _hostile(shape: tuple[int, ...], dtype: torch.dtype, fill: Fill, stale: Tens
         flat, count = stale.flatten(), math.prod(shape)
         if flat.numel() == 0:
             return torch.zeros(shape, dtype=dtype)
-        return flat[(torch.arange(count) + 7) % flat.numel()].reshape(shape)
+        from_another_place = flat.view(_bits(flat)).roll(-7).repeat(-(-count // flat.numel()))[:count]
+        return from_another_place.clone().view(flat.dtype).reshape(shape)  # a storage of its own, of that size
     largest = torch.finfo(dtype).max
     eight_bit = dtype == torch.float8_e4m3fn  # has no infinity
     value = {

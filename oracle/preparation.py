@@ -8,7 +8,8 @@ from oracle.material import Material, material
 from oracle.measure import Truth, tell
 from oracle.pool import Fill, lay_out, without_fill
 from oracle.references.attention import Exact
-from oracle.references.bound import bound, tie_width
+from oracle.references.bound import bound
+from oracle.references.roundoff import tie_width
 from oracle.rows import sample_rows
 from oracle.trial import Prepare, Prepared, contract_of
 

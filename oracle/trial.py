@@ -20,7 +20,7 @@ from oracle.isolation.process import KernelProcess, patience_s
 from oracle.material import Material, material, offsets
 from oracle.measure import Measured, Truth, Worst, measure, tell
 from oracle.pool import QUICK_FILLS, Fill, Laid, is_canary, lay_out, without_fill
-from oracle.references.bound import Roundoff, roundoff
+from oracle.references.roundoff import Roundoff, roundoff
 from oracle.rows import sample_rows
 from oracle.verdict import Finding, Reason
 

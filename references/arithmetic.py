@@ -82,7 +82,7 @@ class Arithmetic:
             raise ValueError(f"aligned_width times 2^(24 + aligned_guard) must fit int32, got {got}")
 
 
-# 2^-23 for "aligned" counts one truncation for each 16 products; the worst case is a truncation for each product
+# of one truncation or rounding of the sum; how many there are is the bound's to count (docs/numerics.md 2.2)
 _U_ACC: dict[Accumulator, float] = {"rn": 2.0**-24, "rz16": 2.0**-23, "aligned": 2.0**-23, "bf16": 2.0**-8, "fp22": 2.0**-13}
 _EPS_EXP = {"exact": 2.0**-21, "poly3": 2.0**-13, "error-1e-3": 2.0**-9}
 _EPS_TANH = {"exact": 2.0**-21, "approx": 2.0**-11}

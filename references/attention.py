@@ -304,13 +304,14 @@ class _Chunk:
             "b2": _dot(p, qk.square_()).sqrt(),
             "v_scale": self.v_scale.abs().squeeze(-1).expand_as(m),
         }
-        size = self.q.norm(dim=-1) * self.sigma.abs()
+        length = self.q.norm(dim=-1)
+        size, q_ratio = length * self.sigma.abs(), self.q_peaks / length.clamp(min=1e-300)
         fields["a2"] = size * torch.bmm(p, (norms * norms).transpose(1, 2)).squeeze(-1).sqrt()
         fields["k_peak_max"] = size * (peaks.amax(-1) if e.shape[-1] else 0.0)
         fields["k_peak"] = size * torch.bmm(p, peaks.square_().transpose(1, 2)).squeeze(-1).sqrt()
-        fields["q_peak"] = fields["a2"] * self.q_peaks / self.q.norm(dim=-1).clamp(min=1e-300)
+        fields["q_peak"] = fields["a2"] * q_ratio
         fields["a_max"] = size * norms.amax(-1) if e.shape[-1] else torch.zeros_like(size)
-        fields["q_peak_max"] = fields["a_max"] * self.q_peaks / self.q.norm(dim=-1).clamp(min=1e-300)
+        fields["q_peak_max"] = fields["a_max"] * q_ratio
         fields["s1"] = _dot(p, torch.add(e, m.unsqueeze(-1), out=qk).abs_())
         p_squared = torch.mul(p, p, out=qk)
         fields["p2"] = p_squared.sum(-1).sqrt()

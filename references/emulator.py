@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from oracle.contract import Call, Record
+from oracle.contract import Answer, Call, DeclaredKernel, Record, contract_kernel
 from oracle.references.arithmetic import Arithmetic, precision_of
 from oracle.references.operands import mean_keys, queries
 from oracle.references.plan import RowPlan, head_scales, live_rows, row_plan
@@ -73,23 +73,21 @@ def _partials(call: Call, arithmetic: Arithmetic, plan: RowPlan) -> tuple[Tensor
     kv_heads, q_heads, dims = call.k_cache.shape[2], call.q.shape[1], call.k_cache.shape[3] + call.v_cache.shape[3]
     out = torch.zeros(arithmetic.splits, len(plan), q_heads, call.v_cache.shape[3], device=call.q.device)
     lse = torch.full(out.shape[:3], -math.inf, device=call.q.device)
-    # "aligned" holds a product for each element of its sums
-    limit = _LIMIT // (arithmetic.aligned_width if "aligned" in (arithmetic.qk_accumulator, arithmetic.pv_accumulator) else 1)
     cost = Cost(
         per_row=q_heads * arithmetic.tile,
         per_block=kv_heads * arithmetic.tile * dims,
-        limit=limit,
+        limit=_LIMIT,
         rows=max(1, _ROWS * kv_heads // q_heads),
     )
     means = mean_keys(call, plan) if arithmetic.smooth_k else None
     q, factors = queries(call, plan, arithmetic, means), coefficients(call, arithmetic)
     kv_len = call.seqused_k[: call.live_seqs].cpu().long()
     for batch in batches(plan, kv_len, tile=arithmetic.tile, splits=arithmetic.splits, cost=cost):
-        step = max(1, limit // cost.of(batch.row.shape[0], batch.row.shape[1], 1))
+        step = max(1, _LIMIT // cost.of(batch.row.shape[0], batch.row.shape[1], 1))
         own = tile_loop(call, arithmetic, batch, q, means, factors, step)
         split = batch.split[:, None].expand_as(batch.row)[batch.live].to(out.device)
         row, live = batch.row[batch.live].to(out.device), batch.live.to(out.device)
-        out[split, row], lse[split, row] = own[0][live].float(), own[1][live].float()
+        out[split, row], lse[split, row] = own[0][live], own[1][live]
     return out, lse
 
 
@@ -134,66 +132,28 @@ def _last_head_on_first_keys(call: Call) -> Call:
 
 
 @dataclass(frozen=True, slots=True)
-class EmulatedKernel:
-    """A kernel of the contract that computes with an emulated arithmetic."""
+class Emulated:
+    """Attention in emulated arithmetic."""
 
-    name: str
     arithmetic: Arithmetic
-    record: Record
 
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        q_scale: Tensor | float | None = None,
-        k_scale: Tensor | float | None = None,
-        v_scale: Tensor | float | None = None,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, call: Call, return_lse: bool) -> Answer:
         """The contract's result; rows past the plan are left as they are in `out`, and are 0 where there is no `out`."""
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_seqs=num_seqs,
-        )
         live_out, live_lse = emulate(call, self.arithmetic)
+        out, rows = call.out, call.q.shape[:2]
         if out is None:
-            out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=live_out.dtype, device=q.device)
+            out = torch.zeros(*rows, call.v_cache.shape[-1], dtype=live_out.dtype, device=call.q.device)
         out[: len(live_out)] = live_out
         if not return_lse:
             return out
-        lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+        lse = torch.zeros(rows, dtype=torch.float32, device=call.q.device)
         lse[: len(live_lse)] = live_lse
         return out, lse
 
 
-def as_kernel(arithmetic: Arithmetic, name: str, record: Record | None = None) -> EmulatedKernel:
+def as_kernel(arithmetic: Arithmetic, name: str, record: Record | None = None) -> DeclaredKernel:
     """The arithmetic as a kernel; without a record, of everything that the emulator can do and of the precision it keeps."""
-    return EmulatedKernel(name, arithmetic, record or record_of(arithmetic))
+    return contract_kernel(record or record_of(arithmetic), name=name)(Emulated(arithmetic))
 
 
 def record_of(arithmetic: Arithmetic) -> Record:

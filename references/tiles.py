@@ -1,7 +1,7 @@
 """The tile loop of an emulated kernel: scores, online softmax and P.V of one batch of rows.
 
 The leading axes of a batch, kv heads and its G blocks, are one axis B of matrices; their M rows are the query rows of a block
-times the query heads of a kv head.  Tensors are float64 and hold float32 values (`oracle.references.operations`).
+times the query heads of a kv head.  What a kernel keeps in registers is float32; the operands of matrix products are float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from oracle.contract import Call
 from oracle.references.arithmetic import Arithmetic
 from oracle.references.operands import Keys, Queries, keys
-from oracle.references.operations import accumulate, exp2, fl, round_p, tanh, tree_sum
+from oracle.references.operations import accumulate, exp2, round_p, tanh, tree_sum
 from oracle.references.plan import head_scales
 from oracle.references.rounding import FORMAT_NAMES, round_to
 from oracle.references.schedule import Batch
@@ -30,7 +30,7 @@ def output_dtype(call: Call) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
-    """What the raw scores are multiplied by, for each sequence and kv head: (sequences, kv_heads), float32 values."""
+    """What the raw scores are multiplied by, for each sequence and kv head: (sequences, kv_heads), float32."""
 
     exponent: Tensor  # scores, after the softcap, to log2 units
     inner: Tensor | None  # raw scores to the argument of the softcap's tanh; None without a softcap
@@ -42,8 +42,8 @@ def coefficients(call: Call, arithmetic: Arithmetic) -> Coefficients:
     scale = head_scales(call.q_scale, call.live_seqs, kv_heads) * head_scales(call.k_scale, call.live_seqs, kv_heads)
     scale = (scale * (call.softmax_scale * arithmetic.planted.scale_factor)).to(call.q.device)
     if call.softcap > 0 and not arithmetic.planted.omit_softcap:
-        return Coefficients(exponent=fl(torch.full_like(scale, _LOG2E)), inner=fl(scale / call.softcap))
-    return Coefficients(exponent=fl(scale * _LOG2E), inner=None)
+        return Coefficients(exponent=torch.full_like(scale, _LOG2E).float(), inner=(scale / call.softcap).float())
+    return Coefficients(exponent=(scale * _LOG2E).float(), inner=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class _Layout:
 def tile_loop(
     call: Call, arithmetic: Arithmetic, batch: Batch, q: Queries, means: Tensor | None, factors: Coefficients, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Output (G, R, q_heads, head_dim_v) and natural-log LSE (G, R, q_heads) of the batch's rows; padding is NaN.
+    """Output (G, R, q_heads, head_dim_v) and natural-log LSE (G, R, q_heads) of the batch's rows, float32; padding is NaN.
 
     `step` is how many tiles are in hand at once.
     """
@@ -93,9 +93,9 @@ def tile_loop(
     c = factors.exponent[seq].T.reshape(-1, 1, 1)
     inner = None if factors.inner is None else factors.inner[seq].T.reshape(-1, 1, 1)
 
-    m = torch.full(q.values.shape[:2], -math.inf, dtype=torch.float64, device=device)
+    m = torch.full(q.values.shape[:2], -math.inf, device=device)
     total = torch.zeros_like(m)
-    out = torch.zeros(*m.shape, call.v_cache.shape[-1], dtype=torch.float64, device=device)
+    out = torch.zeros(*m.shape, call.v_cache.shape[-1], device=device)
     for start in range(0, batch.tiles, step):
         number = torch.arange(start, min(start + step, batch.tiles))
         number = batch.first[:, None] + (batch.tiles - 1 - number if arithmetic.reverse else number)  # (G, T)
@@ -109,29 +109,29 @@ def tile_loop(
         p, alpha = _softmax(arithmetic, s, before, m_tile, c)
         m = m_tile[..., -1]
         rounded = round_p(p, _p_format(call, arithmetic), arithmetic.p_scale)
-        sums = tree_sum(rounded if arithmetic.row_sum == "after" else p).double()
+        sums = tree_sum(rounded if arithmetic.row_sum == "after" else p)
         visited = layout.spread(number[:, None] - (batch.lo // tile)[..., None]).to(device)  # tiles since the row's first
         alpha_out, weights = _planted(arithmetic, visited, alpha, rounded.double())
-        for t in range(number.shape[1]):
-            total = fl(fl(total * alpha[..., t]) + sums[..., t])
+        by_tile = (alpha.unbind(-1), sums.unbind(-1), alpha_out.unbind(-1), weights.unbind(2), kv.v.chunk(number.shape[1], 1))
+        for alpha_t, sum_t, alpha_out_t, weights_t, v_t in zip(*by_tile, strict=True):
+            total = total * alpha_t + sum_t
             if arithmetic.row_sum_format == "bf16":
                 total = round_to(total, "bf16")
-            out = fl(out * alpha_out[..., t, None])
-            out = accumulate(out, weights[:, :, t], kv.v[:, t * tile : (t + 1) * tile], arithmetic.pv_accumulator, arithmetic)
-    lse = fl(fl(fl(m * c[..., 0]) * fl(c.new_tensor(math.log(2)))) + fl(total.log()))
-    return layout.unstacked(fl(out / total[..., None])), layout.unstacked(lse)
+            out = accumulate(out * alpha_out_t[..., None], weights_t, v_t, arithmetic.pv_accumulator, arithmetic)
+    lse = m * c[..., 0] * c.new_tensor(math.log(2)) + total.double().log().float()
+    return layout.unstacked(out / total[..., None]), layout.unstacked(lse)
 
 
 def _scores(call: Call, arithmetic: Arithmetic, q: Queries, kv: Keys, inner: Tensor | None) -> Tensor:
-    """q . k (B, M, N): raw where there is no softcap, else scaled and capped."""
-    s = q.values.new_zeros(*q.values.shape[:2], kv.k.shape[1])
+    """q . k (B, M, N), float32: raw where there is no softcap, else scaled and capped."""
+    s = torch.zeros(*q.values.shape[:2], kv.k.shape[1], device=q.values.device)
     s = accumulate(s, q.values, kv.k.transpose(1, 2), arithmetic.qk_accumulator, arithmetic)
     if q.step is not None and kv.step is not None:
-        s = fl(s * fl(q.step[..., None] * kv.step[:, None]))
+        s = s * (q.step[..., None] * kv.step[:, None]).float()
     if q.offset is not None:
-        s = fl(s + q.offset[..., None])
+        s = s + q.offset[..., None].float()
     if inner is not None:
-        s = fl(call.softcap * tanh(fl(s * inner), arithmetic.tanh))
+        s = (call.softcap * tanh(s * inner, arithmetic.tanh).double()).float()
     return s
 
 
@@ -142,25 +142,27 @@ def _running_max(m: Tensor, maxima: Tensor, c: Tensor, lazy: float) -> Tensor:
     running = []
     for t in range(maxima.shape[-1]):
         higher = torch.maximum(m, maxima[..., t])
-        keep = torch.isfinite(m) & (fl(fl(higher - m) * c[..., 0]) <= lazy)
+        keep = torch.isfinite(m) & ((higher - m) * c[..., 0] <= lazy)
         m = torch.where(keep, m, higher)
         running.append(m)
     return torch.stack(running, -1)
 
 
 def _softmax(arithmetic: Arithmetic, s: Tensor, before: Tensor, m: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """P (B, M, T, tile) float32, unnormalised, and the factors (B, M, T) that rescale what came before each tile.
+    """P (B, M, T, tile), unnormalised, and the factors (B, M, T) that rescale what came before each tile.
 
-    Shapes: scores s (B, M, T, tile), their running maximum m (B, M, T) and what it was before (B, M), c (B, 1, 1).
+    Shapes: scores s (B, M, T, tile), their running maximum m (B, M, T) and what it was before (B, M), c (B, 1, 1).  All float32.
     """
     nothing = torch.isinf(m)  # no key seen yet: P is 0 and there is nothing to rescale
-    change = fl(torch.cat((before[..., None], m[..., :-1]), -1) - m)
+    change = torch.cat((before[..., None], m[..., :-1]), -1) - m
     # FlashAttention-4 too takes the hardware's exp2 here: an error would be shared by all keys before the tile
-    alpha = exp2(fl(change * c), "exact").double().masked_fill(nothing, 1.0)
+    alpha = exp2(change * c, "exact").masked_fill(nothing, 1.0)
     m = m.masked_fill(nothing, 0.0)[..., None]
     c = c[..., None]
-    x = (s - m).float().double() * c if arithmetic.subtract_first else s * c - fl(m * c)
-    return exp2(fl(x), arithmetic.exp2), alpha
+    if arithmetic.subtract_first:
+        return exp2((s - m) * c, arithmetic.exp2), alpha
+    fused = s.double().mul_(c).sub_(m * c).float()  # rounded once, as a fused multiply-add
+    return exp2(fused, arithmetic.exp2), alpha
 
 
 def _p_format(call: Call, arithmetic: Arithmetic) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracle.contract import Call, Precision, Record
+from oracle.contract import Call, Precision, Record, contract_kernel
 from oracle.mutants.planted import FAULTS
 from oracle.references.arithmetic import Arithmetic
 from oracle.references.emulator import emulate
@@ -28,57 +28,9 @@ BODIES: dict[str, Body] = {}
 _kept: dict[Any, Any] = {}  # what kernels that remember remember
 
 
-def contract(function: Body, record: Record | None = None) -> Callable[..., Any]:
-    """A kernel with every keyword of the contract."""
-
-    def kernel(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        q_scale: Tensor | float | None = None,
-        k_scale: Tensor | float | None = None,
-        v_scale: Tensor | float | None = None,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_seqs=num_seqs,
-            out=out,
-        )
-        return function(call, return_lse)
-
-    if record is not None:
-        kernel.record = record  # type: ignore[attr-defined]
-    return kernel
-
-
 def body(function: Body) -> Callable[..., Any]:
     BODIES[function.__name__] = function
-    return contract(function)
+    return contract_kernel()(function)
 
 
 def solve(call: Call, **arithmetic: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +65,7 @@ def right(call: Call, want_lse: bool) -> Any:
     return answer(call, want_lse, *solve(call))
 
 
-textbook = contract(right)
+textbook = contract_kernel()(right)
 BODIES["textbook"] = right
 
 
@@ -479,11 +431,11 @@ def __getattr__(name: str) -> Callable[..., Any]:
     """`kernel__record`: the kernel with one of RECORDS."""
     kernel, _, record = name.partition("__")
     if kernel in BODIES and record in RECORDS:
-        return contract(BODIES[kernel], RECORDS[record])
+        return contract_kernel(RECORDS[record])(BODIES[kernel])
     raise AttributeError(name)
 
 
-switched = contract(lambda call, want_lse: BODIES[Path(os.environ["KERNEL_FILE"]).read_text()](call, want_lse))
+switched = contract_kernel()(lambda call, want_lse: BODIES[Path(os.environ["KERNEL_FILE"]).read_text()](call, want_lse))
 
 
 RECORDS = {

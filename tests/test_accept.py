@@ -340,6 +340,19 @@ def test_wrong_usage_is_an_input_error_that_says_what_is_wrong(asked: dict[str, 
         accept(Asked(**{"candidate": f"{KERNELS}:plain"} | asked))
 
 
+def test_a_device_that_the_record_has_not_is_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "KernelProcess", KernelProcess)
+    file = tmp_path / "kernel.py"
+    file.write_text(
+        "from oracle.contract import Record, contract_kernel\n"
+        "kernel = contract_kernel(Record(devices=('cuda',)))(lambda call, return_lse: call.q)\n"
+    )
+    with pytest.raises(
+        InputError, match=r"kernel.py:kernel: is not for device cpu; its record has cuda: say --device cuda, on a"
+    ):
+        accept(Asked(candidate=f"{file}:kernel"))
+
+
 def test_where_no_case_fits_that_is_wrong_usage_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     only = replace(MIXED, dtype="fp32")
 

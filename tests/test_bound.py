@@ -23,11 +23,13 @@ from oracle.mutants.planted import FAULTS
 from oracle.pool import Fill, lay_out, without_fill
 from oracle.references.arithmetic import Arithmetic, precision_of
 from oracle.references.attention import Exact, attend
-from oracle.references.bound import UNSEEN, Bound, Roundoff, bound, roundoff, tie_width
+from oracle.references.bound import Bound, bound
 from oracle.references.emulator import emulate
+from oracle.references.logits import UNSEEN
 from oracle.references.operations import accumulate
 from oracle.references.plan import live_rows
 from oracle.references.rounding import FORMAT_NAMES
+from oracle.references.roundoff import Roundoff, roundoff, tie_width
 from oracle.strategies import calls
 
 laws = settings(derandomize=True, deadline=None, database=None, max_examples=25)

@@ -17,10 +17,10 @@ from oracle.measure import Measured, measure, tell
 from oracle.pool import without_fill
 from oracle.references.arithmetic import Arithmetic, precision_of
 from oracle.references.attention import attend
-from oracle.references.bound import roundoff
 from oracle.references.emulator import emulate, record_of
 from oracle.references.plan import live_rows
 from oracle.references.rounding import DTYPES
+from oracle.references.roundoff import roundoff
 from oracle.trial import Seen, prepare
 
 FAMILY = Family(name="small", q_heads=4, kv_heads=2, head_dim=128, head_dim_v=128, scale=128**-0.5)

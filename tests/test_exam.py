@@ -48,7 +48,7 @@ def verdict(*reasons: Reason) -> Verdict:
 def judged(name: str, *reasons: Reason, peers: dict[str, tuple[bool, bool]]) -> Judged:
     return Judged(
         name=name, seed=0, profile="quick", outcome="reject" if reasons else "accept", reasons=reasons, shares={}, ratio=None,
-        seconds=2.0, peers=peers,
+        seconds=2.0, peers=peers, versions="",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oracle.contract import Precision
 from oracle.formats import FORMATS, U32
-from oracle.references.bound import WORST_CHAIN, roundoff
+from oracle.references.roundoff import WORST_CHAIN, roundoff
 
 pytest.importorskip("triton")
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracle.cases import LAYOUTS, Case
-from oracle.contract import OPTIONAL, Call, Record
+from oracle.contract import OPTIONAL, Call, Record, contract_kernel
 from oracle.families import Family
 from oracle.isolation import Description, Failure, FailureKind, KernelProcess, Returned, process, worker
 from oracle.isolation.faults import Fault
@@ -28,7 +28,7 @@ from oracle.isolation.packing import ALIGNMENT, START, pack
 from oracle.isolation.shared import Arena
 from oracle.isolation.sparse import extents, is_sparse, sparse_zeros
 from oracle.references.arithmetic import Arithmetic
-from oracle.references.emulator import emulate
+from oracle.references.emulator import Emulated
 from oracle.scope import Scope
 from oracle.suite import build
 from oracle.trial import Trial, prepare
@@ -102,35 +102,7 @@ def reads_holes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
 
 def narrow(change: Callable[[Call], Call]) -> Callable[..., Any]:
     """A textbook kernel that reads its pool where `change` puts the pages."""
-
-    def kernel(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        out: Tensor,
-        return_lse: bool,
-    ) -> Any:
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-        )
-        live, live_lse = emulate(change(call), Arithmetic())
-        out[: len(live)] = live
-        lse = torch.zeros(q.shape[:2])
-        lse[: len(live)] = live_lse
-        return (out, lse) if return_lse else out
-
-    return kernel
+    return contract_kernel()(lambda call, return_lse: Emulated(Arithmetic())(change(call), return_lse))
 
 
 def offsets_in_32_bits(call: Call) -> Call:

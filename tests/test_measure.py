@@ -21,10 +21,10 @@ from oracle.families import Family
 from oracle.measure import Measured, Truth, measure, tell
 from oracle.pool import without_fill
 from oracle.references.arithmetic import Arithmetic
-from oracle.references.bound import roundoff
 from oracle.references.emulator import emulate
 from oracle.references.plan import live_rows
 from oracle.references.rounding import DTYPES, FORMAT_NAMES
+from oracle.references.roundoff import roundoff
 from oracle.strategies import calls
 from oracle.trial import prepare
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oracle.contract import Call
 from oracle.mutants import addressing, masks, merging, patches, selectors
-from oracle.mutants.mutant import MutantKernel, Run, Where, chosen_pairs
+from oracle.mutants.mutant import Faulty, Run, Where, chosen_pairs
 from oracle.mutants.selectors import never
 from oracle.mutants.table import MUTANTS
 from oracle.references.arithmetic import Arithmetic
@@ -74,7 +74,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-def run_of(kernel: MutantKernel, call: Call) -> Run:
+def run_of(kernel: Faulty, call: Call) -> Run:
     return Run(call=call, plan=row_plan(call, live_rows(call)), past=kernel.past)
 
 
@@ -86,12 +86,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 ANY = MUTANTS["zeros"]
-KERNEL = MutantKernel("zeros", ANY)
+KERNEL = Faulty(ANY)
 
 
-def where(selector: Where, name: str, kernel: MutantKernel | None = None) -> Tensor:
+def where(selector: Where, name: str, kernel: Faulty | None = None) -> Tensor:
     """The pairs that the selector picks of a directed case, for a kernel with or without a past."""
-    return chosen_pairs(replace(ANY, where=selector), run_of(kernel or MutantKernel("", ANY), CALLS[name]))
+    return chosen_pairs(replace(ANY, where=selector), run_of(kernel or Faulty(ANY), CALLS[name]))
 
 
 def test_selectors_combine_as_the_words_say() -> None:
@@ -155,10 +155,10 @@ def test_selectors_of_calls_hold_for_all_of_a_call_or_none() -> None:
 
 
 def test_state_lives_in_the_kernel_object() -> None:
-    kernel, other = MutantKernel("", ANY), MutantKernel("", ANY)
+    kernel, other = Faulty(ANY), Faulty(ANY)
     call = CALLS["chunks"]
     before = [where(s, "chunks", kernel).any() for s in (selectors.second_call, selectors.shape_seen_before)]
-    kernel(call.q, call.k_cache, call.v_cache, **call.keywords())
+    kernel(call, True)
 
     assert not any(before)
     assert bool(where(selectors.second_call, "chunks", kernel).all()) and not where(selectors.second_call, "chunks", other).any()

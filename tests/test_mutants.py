@@ -17,7 +17,7 @@ from oracle.contract import OPTIONAL, REQUIRED, Call, Record
 from oracle.families import Family
 from oracle.material import material
 from oracle.mutants import table
-from oracle.mutants.mutant import MutantKernel, Run, chosen_pairs, remember
+from oracle.mutants.mutant import Faulty, Run, chosen_pairs, remember
 from oracle.mutants.planted import FAULTS
 from oracle.mutants.reports import REPORTS
 from oracle.mutants.selectors import never
@@ -283,11 +283,11 @@ def correct(name: str, index: int, arithmetic: Arithmetic) -> tuple[Tensor, Tens
     return emulate(directed(name)[index].call, arithmetic)
 
 
-def run_of(kernel: MutantKernel, call: Call) -> Run:
+def run_of(kernel: Faulty, call: Call) -> Run:
     return Run(call=call, plan=row_plan(call, live_rows(call)), past=kernel.past)
 
 
-def differs(kernel: MutantKernel, name: str, index: int, *, want_lse: bool = True) -> bool:
+def differs(kernel: Faulty, name: str, index: int, *, want_lse: bool = True) -> bool:
     """The kernel's output, LSE, canaries or arguments are not those of a correct kernel at that call; all is put back."""
     step = directed(name)[index]
     call = step.call
@@ -296,7 +296,7 @@ def differs(kernel: MutantKernel, name: str, index: int, *, want_lse: bool = Tru
         f.name: x.clone() for f in fields(call) if isinstance(x := getattr(call, f.name), Tensor) and x.numel() < 1 << 24
     }
     live = len(wanted[0])
-    result = kernel(call.q, call.k_cache, call.v_cache, **call.keywords(), return_lse=want_lse)
+    result = kernel(call, want_lse)
     pairs = zip(result if isinstance(result, tuple) else (result,), wanted, strict=False)
     found = not all(same_bits(got[:live], rows) for got, rows in pairs)
     if call.out is not None and step.laid is not None and step.buffer is not None:
@@ -319,7 +319,7 @@ def active(name: str) -> bool:
 
     A call in which the fault strikes no pair is not computed: it would give the correct result.
     """
-    kernel, want_lse = MutantKernel(name, MUTANTS[name]), not name.startswith("without_lse")
+    kernel, want_lse = Faulty(MUTANTS[name]), not name.startswith("without_lse")
     for case in SHOWS.get(name, SHORT_CASES):
         for index, step in enumerate(directed(case)):
             if not bool(chosen_pairs(kernel.mutant, replace(run_of(kernel, step.call), want_lse=want_lse)).any()):
@@ -347,7 +347,7 @@ def test_a_batch_beyond_65535_is_not_written() -> None:
             page_table=torch.zeros(batch, 1, dtype=torch.int32),
             softmax_scale=1.0,
         )
-        run = run_of(MutantKernel("grid_over_65535", mutant), call)
+        run = run_of(Faulty(mutant), call)
         chosen = chosen_pairs(mutant, run)
         buffers = torch.ones(batch, 1, 1), torch.ones(batch, 1)
 
@@ -359,7 +359,7 @@ def test_a_batch_beyond_65535_is_not_written() -> None:
 @pytest.mark.parametrize("name", list(MUTANTS))
 def test_a_mutant_that_strikes_nowhere_is_the_correct_kernel(name: str) -> None:
     """Bit for bit, canaries and arguments included, in a first call and in a later one."""
-    kernel = MutantKernel(name, replace(MUTANTS[name], where=never))
+    kernel = Faulty(replace(MUTANTS[name], where=never))
 
     assert not differs(kernel, "mixed", 0)
     assert not differs(kernel, "mixed", 1)
@@ -398,7 +398,7 @@ def test_a_mutant_says_what_it_is_and_what_counts_as_understood() -> None:
 def test_a_mutant_is_a_kernel_with_the_record_that_it_claims() -> None:
     """The default record but where the fault needs another, and the contract's whole signature."""
     batches = {Record(batch_invariant=True), Record(batch_invariant=True, thresholds=(32,))}
-    kernel = MutantKernel("window_ignored", MUTANTS["window_ignored"])
+    kernel = table.window_ignored
 
     assert kernel.record == Record()
     assert set(inspect.signature(kernel).parameters) == {"q", "k_cache", "v_cache", *REQUIRED, *OPTIONAL}

@@ -12,8 +12,7 @@ from oracle.contract import Precision
 from oracle.formats import FORMATS
 from oracle.kernels.emulated import VARIANTS
 from oracle.mutants.planted import FAULTS
-from oracle.references import attention, bound, ties
-from oracle.references.bound import roundoff
+from oracle.references import attention, bound, logits, roundoff, ties
 from oracle.rows import rows_needed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +65,7 @@ def test_the_contract_s_constants_are_those_of_the_table() -> None:
         row = re.search(rf"^\| {dtype}, default \|(.*)\| before \|$", TEXT, re.MULTILINE)
         assert row is not None
         stated = [2.0 ** int(e) for e in re.findall(r"2\^(-\d+)", row[1])]
-        r = roundoff(Precision(), dtype=dtype, out_dtype=dtype, scaled=False)
+        r = roundoff.roundoff(Precision(), dtype=dtype, out_dtype=dtype, scaled=False)
         assert stated == [r.u_out, r.a_out, r.u_p, r.a_p, r.u_acc, r.eps_exp, r.eps_tanh]
 
 
@@ -82,13 +81,13 @@ def test_the_rows_needed_are_those_of_the_table(share: float) -> None:
     ("sentence", "value"),
     [
         (r"B takes (\d) u_p V2g in its place", bound.LAMBDA),
-        (r"eta \+= (\d) \(1 / \(127 sqrt 12\)\)", bound.QUANTISED),
-        (r"at worst ([\d.]+) d, every addend truncated", bound.WORST_CHAIN),
-        (r"t = ([\d.]+) places for 16 products", bound.TRUNCATIONS),
-        (r"FP22: ([\d.]+); at worst", bound.TRUNCATIONS_FP22),
+        (r"eta \+= (\d) \(1 / \(127 sqrt 12\)\)", logits.QUANTISED),
+        (r"at worst ([\d.]+) d, every addend truncated", roundoff.WORST_CHAIN),
+        (r"t = ([\d.]+) places for 16 products", roundoff.TRUNCATIONS),
+        (r"FP22: ([\d.]+); at worst", roundoff.TRUNCATIONS_FP22),
         (r"beyond a cap of (\d) \(a weight", doors.TIGHT_CAP),
         (r"Tiles are counted as (\d+) keys", bound.TILE),
-        (r"2 eta\* is above (\d+) nats", bound.LIFTED),
+        (r"2 eta\* is above (\d+) nats", logits.LIFTED),
         (r"What is left above ([\d.]+) P2", ties.STRUCTURAL),
         (r"Keys under 2\^-(\d+) of the heaviest", ties.OCTAVES),
         (r"rows whose e is above ([\d.]+) under it", measure.REFINE_ABOVE),

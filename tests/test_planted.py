@@ -70,8 +70,8 @@ def test_every_fault_is_a_mutant_and_has_the_record_that_it_claims(name: str) ->
         "ffma_overflow": Precision(subtract_first=True),
     }
 
-    assert kernel.name == name
-    assert kernel.mutant == FAULTS[name] == MUTANTS[name]
+    assert kernel.__name__ == name
+    assert kernel.__wrapped__.mutant == FAULTS[name] == MUTANTS[name]
     assert kernel.record == Record(precision=promised.get(name, Precision()))
 
 

@@ -14,7 +14,7 @@ from oracle.contract import Call, Precision, Record
 from oracle.families import Family
 from oracle.measure import Truth, tell
 from oracle.preparation import shared_preparation
-from oracle.references.bound import Roundoff
+from oracle.references.roundoff import Roundoff
 from oracle.trial import Prepared, prepare
 
 FAMILY = Family(name="small", q_heads=4, kv_heads=2, head_dim=16, head_dim_v=16, scale=0.25, sinks=True)

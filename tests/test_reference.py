@@ -15,9 +15,10 @@ from torch import Tensor
 from oracle.contract import Call, Precision
 from oracle.references import attention
 from oracle.references.attention import Exact, attend
-from oracle.references.bound import Bound, bound, roundoff
+from oracle.references.bound import Bound, bound
 from oracle.references.exact import disagreement, exact_row, sample_pairs, slack, visible_keys
 from oracle.references.plan import live_rows
+from oracle.references.roundoff import roundoff
 from oracle.references.second import second_opinion
 from oracle.strategies import DTYPES, calls
 

@@ -17,8 +17,8 @@ from oracle.isolation.process import KernelProcess
 from oracle.measure import Truth, tell
 from oracle.pool import Fill, lay_out, without_fill
 from oracle.references.arithmetic import Arithmetic
-from oracle.references.bound import Roundoff
 from oracle.references.emulator import emulate
+from oracle.references.roundoff import Roundoff
 from oracle.relations import judge, table
 from oracle.relations.judge import Related, bases, planned_relations, relate, shows
 from oracle.relations.sides import Side

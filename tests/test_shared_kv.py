@@ -14,9 +14,9 @@ import torch
 from test_triton_prefill import DEVICE, U, assert_same_bits, case, exact
 from torch import Tensor
 
-from oracle.contract import Call
+from oracle.contract import Call, Kernel
 from oracle.kernels import shared_kv
-from oracle.kernels.shared_kv import SharedKernel, folded, folded_pool, rebuilt_bf16, rebuilt_fp32
+from oracle.kernels.shared_kv import folded, folded_pool, rebuilt_bf16, rebuilt_fp32
 
 FORMS = [rebuilt_bf16, rebuilt_fp32, folded]
 each = pytest.mark.parametrize("kernel", FORMS, ids=["rebuilt_bf16", "rebuilt_fp32", "folded"])
@@ -34,7 +34,7 @@ def shared(dim: int = 128, **options: Any) -> Call:
     return replace(call, extras={"k_norm_weight": weight(dim)})
 
 
-def stands_for(call: Call, kernel: SharedKernel) -> Call:
+def stands_for(call: Call, kernel: Kernel) -> Call:
     """The call with the q and K that the kernel stands for, in float64."""
     w, turned = call.extras["k_norm_weight"].double(), call.q.shape[-1] // 4
     w[:turned] = 1
@@ -48,7 +48,7 @@ def stands_for(call: Call, kernel: SharedKernel) -> Call:
     return replace(call, q=q, k_cache=k)
 
 
-def run(call: Call, kernel: SharedKernel) -> tuple[Tensor, Tensor]:
+def run(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
     named = ("cu_seqlens_q", "seqused_k", "page_table", "softmax_scale", "causal", "num_seqs", "k_norm_weight")
     out, lse = kernel(call.q, call.k_cache, call.v_cache, **{n: call.keywords()[n] for n in named}, return_lse=True)
     live = int(call.cu_seqlens_q[call.live_seqs])
@@ -65,7 +65,7 @@ def off(answer: tuple[Tensor, Tensor], meant: tuple[Tensor, Tensor, Tensor]) -> 
 
 @each
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"dim": 512, "page_size": 64, "heads": (8, 1)}, {"dim": 64}])
-def test_each_form_is_attention_over_the_k_that_it_stands_for(kernel: SharedKernel, options: dict[str, Any]) -> None:
+def test_each_form_is_attention_over_the_k_that_it_stands_for(kernel: Kernel, options: dict[str, Any]) -> None:
     call = shared(**options)
     assert off(run(call, kernel), exact(stands_for(call, kernel))) <= 1
 
@@ -83,12 +83,12 @@ def test_a_key_of_the_folded_pool_takes_five_eighths_of_what_k_and_v_take() -> N
 
 
 @each
-def test_nothing_past_the_plan_changes_a_bit(kernel: SharedKernel) -> None:
+def test_nothing_past_the_plan_changes_a_bit(kernel: Kernel) -> None:
     assert_same_bits(run(shared(), kernel), run(shared(fill=torch.inf, garbage=2**31 - 1), kernel))
 
 
 @each
-def test_rows_without_keys_are_empty(kernel: SharedKernel) -> None:
+def test_rows_without_keys_are_empty(kernel: Kernel) -> None:
     out, lse = run(shared(lens=((9, 4), (5, 0))), kernel)
 
     assert bool((out[:4] == 0).all() and (lse[:4] == -torch.inf).all() and (out[9:] == 0).all() and (lse[9:] == -torch.inf).all())

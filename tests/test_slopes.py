@@ -17,9 +17,9 @@ from oracle.measure import DIRECTIONS, Measured, Sums, Truth, measure, slope, te
 from oracle.pool import without_fill
 from oracle.references.arithmetic import Arithmetic
 from oracle.references.attention import attend
-from oracle.references.bound import tie_width
 from oracle.references.emulator import emulate
 from oracle.references.rounding import DTYPES
+from oracle.references.roundoff import tie_width
 from oracle.trial import prepare
 
 FAMILY = Family(name="small", q_heads=4, kv_heads=2, head_dim=32, head_dim_v=32, scale=32**-0.5)

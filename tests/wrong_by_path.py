@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kernels_by_path import answer, contract
+from kernels_by_path import answer
 from torch import Tensor
 
-from oracle.contract import Call
+from oracle.contract import Call, contract_kernel
 from oracle.references.arithmetic import Arithmetic, Planted
 from oracle.references.emulator import emulate, record_of
 
@@ -33,7 +33,7 @@ def fault(*reasons: str) -> Callable[[Callable[[Call], Solution]], Callable[...,
 
     def wrap(function: Callable[[Call], Solution]) -> Callable[..., Any]:
         FAULTS[function.__name__] = reasons
-        return contract(lambda call, want_lse: answer(call, want_lse, *function(call)), RECORD)
+        return contract_kernel(RECORD)(lambda call, want_lse: answer(call, want_lse, *function(call)))
 
     return wrap
 
@@ -50,7 +50,7 @@ def where(call: Call, sequences: Tensor, wrong: Solution) -> Solution:
     return torch.where(rows[:, None, None], wrong[0], right[0]), torch.where(rows[:, None], wrong[1], right[1])
 
 
-textbook = contract(lambda call, want_lse: answer(call, want_lse, *solve(call)), RECORD)
+textbook = contract_kernel(RECORD)(lambda call, want_lse: answer(call, want_lse, *solve(call)))
 
 
 @fault("error-exceeds-bound", "lse-exceeds-bound")
@@ -142,4 +142,4 @@ def _crashing(call: Call, want_lse: bool) -> Any:
     return answer(call, want_lse, *solve(call))
 
 
-crashes_on_softcap = contract(_crashing, RECORD)
+crashes_on_softcap = contract_kernel(RECORD)(_crashing)

@@ -190,10 +190,10 @@ def beside(once: Facts) -> str:
 
 def decisions(found: Sequence[Facts]) -> str:
     """What the projects that this one grew from decided or reported, and what was measured here."""
-    whole = [run for run in found if "plain" in run]
-    less = [run["plain"]["less_time"] for run in whole]
-    cold = [run["first_calls"]["split_tuned, nothing compiled"]["8192 rows after 0"][0] / 1000 for run in whole]
-    new = [run["first_calls"]["split_tuned, nothing compiled"]["8191 rows after 0"][0] for run in whole]
+    less = [run["plain"]["less_time"] for run in found if "plain" in run]
+    not_compiled = [run["first_calls"]["split_tuned, nothing compiled"] for run in found if "first_calls" in run]
+    cold = [calls["8192 rows after 0"][0] / 1000 for calls in not_compiled]
+    new = [calls["8191 rows after 0"][0] for calls in not_compiled]
     at = [{"dim": 512, "page": 64, "context": c} for c in (0, 16384, 57344)]
     tilelang = " / ".join(f"{ratio(found, 'tilelang', **s):.2f}" for s in at)
     split = " / ".join(f"{ratio(found, 'split_tuned', **s):.2f}" for s in at)

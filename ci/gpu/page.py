@@ -20,8 +20,8 @@ from torch import Tensor
 
 from oracle.contract import Precision
 from oracle.references.arithmetic import Accumulator, Arithmetic
-from oracle.references.bound import TRUNCATIONS, U_FP22, WORST_CHAIN, roundoff
 from oracle.references.operations import accumulate
+from oracle.references.roundoff import TRUNCATIONS, U_FP22, WORST_CHAIN, roundoff
 
 Facts = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracle.contract import Call, Record
+from oracle.contract import Answer, Call, DeclaredKernel, Record, contract_kernel
 from oracle.mutants.reports import REPORTS
 from oracle.mutants.understood import WRONG
 from oracle.references.arithmetic import Arithmetic
@@ -111,58 +111,14 @@ class Mutant:
 
 
 @dataclass(frozen=True, slots=True)
-class MutantKernel:
-    """A kernel of the contract with one planted fault; what it keeps between calls lives in `past`."""
+class Faulty:
+    """Attention with one planted fault; what it keeps between calls lives in `past`."""
 
-    name: str
     mutant: Mutant
     past: Past = field(default_factory=Past)
 
-    @property
-    def record(self) -> Record:
-        """The record of the correct kernel that it claims to be."""
-        return self.mutant.record
-
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seqused_k: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        q_scale: Tensor | float | None = None,
-        k_scale: Tensor | float | None = None,
-        v_scale: Tensor | float | None = None,
-        num_seqs: int | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, call: Call, return_lse: bool) -> Answer:
         """The contract's result, but for the fault."""
-        call = Call(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_seqs=num_seqs,
-            out=out,
-        )
         run = Run(call=call, plan=row_plan(call, live_rows(call)), past=self.past, want_lse=return_lse)
         chosen = chosen_pairs(self.mutant, run)
         result = compute(self.mutant, run, chosen)
@@ -242,8 +198,8 @@ def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def table_kernel(table: Mapping[str, Mutant], module: str, name: str) -> MutantKernel:
+def table_kernel(table: Mapping[str, Mutant], module: str, name: str) -> DeclaredKernel:
     """The mutant of that name as a kernel.  Raises AttributeError with the names that there are."""
     if name not in table:
         raise AttributeError(f"module {module!r} has no fault {name!r}; it has {', '.join(table)}")
-    return MutantKernel(name, table[name])
+    return contract_kernel(table[name].record, name=name)(Faulty(table[name]))

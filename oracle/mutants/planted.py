@@ -6,7 +6,7 @@ A fault claims to be a correct kernel and has that kernel's record: the default 
 
 from __future__ import annotations
 
-from oracle.contract import Kernel, Precision, Record
+from oracle.contract import DeclaredKernel, Precision, Record
 from oracle.mutants.mutant import Mutant, table_kernel
 from oracle.mutants.understood import SUBTLE, WRONG, WRONG_OR_NAN
 from oracle.references.arithmetic import Arithmetic, Planted
@@ -79,5 +79,5 @@ FAULTS: dict[str, Mutant] = {
 }
 
 
-def __getattr__(name: str) -> Kernel:
+def __getattr__(name: str) -> DeclaredKernel:
     return table_kernel(FAULTS, __name__, name)

@@ -6,7 +6,7 @@ faults that can change no output bit within the contract, in EQUIVALENT.
 
 from __future__ import annotations
 
-from oracle.contract import Kernel
+from oracle.contract import DeclaredKernel
 from oracle.mutants import (
     faults_accuracy,
     faults_batches,
@@ -74,5 +74,5 @@ EQUIVALENT: dict[str, str] = {  # fault -> why no output bit can change within t
 }
 
 
-def __getattr__(name: str) -> Kernel:
+def __getattr__(name: str) -> DeclaredKernel:
     return table_kernel(MUTANTS, __name__, name)
