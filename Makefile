@@ -4,19 +4,21 @@
 # make lock    measure every shipped kernel and write the locks, or tighten them (a quarter of an hour)
 # make test    lint, types, tests
 # make docs    write the tables and transcripts in docs/ and README.md again
-# make bench   speed and memory, by numbers
+# make bench   speed and memory, by numbers; what kernels are worth on the small checkpoint, into build/bench
 # make exam    every mutant, and every correct kernel over many seeds (hours): docs/correct.md, docs/exam.md, docs/peers.md
 # make drift   every way to round on the small checkpoint (a quarter of an hour): docs/drift_measured.md
 # make study   the calibration tables (ten minutes): docs/study.md
 # make gpu     speed, first calls, bits and errors of the Hopper kernels on the GPU of this machine, into OUT, with its own Python,
 #              torch and Triton (four minutes); PARTS: some of it; ATTENTION_ORACLE_LIBRARIES: what `oracle build-kernels` made
+# make gpu_bench   what the Hopper kernels are worth, on the GPU of this machine with its own Python, into OUT (a part of PARTS takes
+#              up to ten minutes)
 # make screenshots   reports of an accept and of a reject as pictures, in build/
 PYTHON ?= python3
 BIN := .venv/bin
 # The root stays off sys.path, so that ./kernels can hide no installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: gate lock test docs bench drift exam study gpu screenshots clean
+.PHONY: gate lock test docs bench drift exam study gpu gpu_bench screenshots clean
 gate: .venv/ready
 	$(BIN)/oracle gate --lock ci/thresholds --cases ci/cases $(if $(BASE),--base $(BASE))
 	$(BIN)/oracle drift --configs fp8 --accept bf16+int8-attention --no-worse-than fp8 --blocks 24x512
@@ -38,6 +40,7 @@ docs: .venv/ready
 bench: .venv/ready
 	$(BIN)/python ci/bench.py
 	$(BIN)/python ci/bench_drift.py
+	$(BIN)/python ci/bench_kernels.py build/bench
 
 exam: .venv/ready
 	$(BIN)/python ci/exam.py
@@ -47,6 +50,9 @@ drift: .venv/ready
 
 study: .venv/ready
 	$(BIN)/python ci/study.py
+
+gpu_bench:
+	PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) ci/bench_kernels.py --device cuda $(or $(OUT),build/gpu-bench) $(PARTS)
 
 gpu:
 	PYTHONPATH=.:ci/gpu:$(PYTHONPATH) $(PYTHON) ci/gpu/kernels.py $(or $(OUT),build/gpu) $(PARTS)

@@ -126,9 +126,10 @@ def paged(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def step(model: PreTrainedModel, run: Run, new: Sequence[Tensor]) -> list[Tensor]:
+def step(model: PreTrainedModel, run: Run, new: Sequence[Tensor], *, last: bool = False) -> list[Tensor]:
     """The logits (tokens, vocabulary) of the `new` tokens (tokens,) int64 of each sequence of the run, in one packed step.
 
+    With `last`, those of the last new token of each sequence alone (1, vocabulary), as serving takes them; each must have one.
     For use inside `paged(model)` and torch.inference_mode().  Raises CheckpointError where a layer went another way.
     """
     before = run.calls.copy()
@@ -136,14 +137,15 @@ def step(model: PreTrainedModel, run: Run, new: Sequence[Tensor]) -> list[Tensor
     active = _RUN.set(run)
     try:
         packed, positions = torch.cat(list(new))[None], run.positions()[None]
-        logits: Tensor = model(input_ids=packed, position_ids=positions.to(packed.device), use_cache=False).logits
+        kept = {"logits_to_keep": (run.new.cumsum(0) - 1).to(packed.device)} if last else {}
+        logits: Tensor = model(input_ids=packed, position_ids=positions.to(packed.device), use_cache=False, **kept).logits
     finally:
         _RUN.reset(active)
     run.past = run.past + run.new
     for layer, kernel in run.kernels.items():
         if (made := run.calls[layer] - before[layer]) != 1:
             raise CheckpointError(f"layer {layer}: {kernel.name} was called {made} times in one step; expected once")
-    return list(torch.split(logits[0], run.new.tolist()))
+    return list(torch.split(logits[0], [1] * len(new) if last else run.new.tolist()))
 
 
 def _attention(

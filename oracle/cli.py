@@ -18,6 +18,7 @@ import click
 
 from oracle import __version__
 from oracle.checkpoints import shipped
+from oracle.cli_bench import ab, bench, roofline
 from oracle.cli_drift import blocks_option, check_folders, drift, text_option
 from oracle.cli_kernels import build_kernels, families, kernels
 from oracle.progress import progress_bar
@@ -42,7 +43,7 @@ def cli() -> None:
     """May this attention kernel ship?  A numerical accuracy oracle and regression gate for attention kernels."""
 
 
-for command in (drift, kernels, families, build_kernels):
+for command in (drift, kernels, families, build_kernels, bench, roofline, ab):
     cli.add_command(command)
 
 

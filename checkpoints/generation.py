@@ -1,0 +1,94 @@
+"""A prompt read at once and tokens produced one by one, as a server does it, by a variant of a checkpoint; and the prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oracle.checkpoints.loading import CheckpointError, load_model
+from oracle.checkpoints.lockstep import fresh
+from oracle.checkpoints.paged import Run, paged, scattered, step
+from oracle.checkpoints.random_models import RANDOM_MODELS, random_model
+from oracle.checkpoints.texts import cut, read_documents
+from oracle.checkpoints.variants import Subject, Variant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Make = Callable[[Variant, Tensor], Run]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompted:
+    """A model, and a prompt for it."""
+
+    subject: Subject
+    prompt: Tensor  # (tokens,) int64, on the model's device
+    about: str  # where the weights and the prompt are from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What one generation took, and gave."""
+
+    first_s: float  # from the prompt to the first token, known on the host
+    token_s: float  # of each later token, their mean; NaN where there is none
+    tokens: tuple[int, ...]
+
+
+def prompted(checkpoint: Path, texts: Sequence[Path], tokens: int, new_tokens: int, device: str, layers: int | None) -> Prompted:
+    """The checkpoint, or the random model of that name with so many layers, and `tokens` tokens to read.
+
+    A checkpoint reads the beginning of the first text that is long enough, a random model random tokens.  Raises CheckpointError.
+    """
+    if str(checkpoint) in RANDOM_MODELS and not checkpoint.exists():
+        model = random_model(RANDOM_MODELS[str(checkpoint)], layers, device)
+        random = torch.Generator().manual_seed(0)
+        prompt = torch.randint(model.config.vocab_size, (tokens,), generator=random)
+        about = f"{checkpoint} with {model.config.num_hidden_layers} layers of random weights, {tokens:,} random tokens"
+    else:
+        if layers is not None:
+            raise CheckpointError(f"{checkpoint}: --depth is for random models ({', '.join(RANDOM_MODELS)})")
+        model, tokenizer = load_model(checkpoint, "bf16", attention="sdpa", device=device)
+        (block,) = cut(read_documents(texts), tokenizer, {tokens: 1})
+        prompt = torch.tensor(block.tokens)
+        about = f"{checkpoint.name}, {tokens:,} tokens of {', '.join(path.name for path in texts)}"
+    _check_fits(model, checkpoint, tokens + new_tokens)
+    return Prompted(subject=Subject(model), prompt=prompt.to(model.device), about=about)
+
+
+def _check_fits(model: PreTrainedModel, checkpoint: Path, tokens: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise CheckpointError(
+            f"{checkpoint}: {tokens} tokens in all; the model's context is {limit}: ask for --prompt-tokens less"
+        )
+
+
+def generate(one: Prompted, variant: Variant, count: int, make: Make = fresh, later: Variant | None = None) -> Generated:
+    """The prompt read in one step from an empty cache, then the likeliest token `count` times, whatever it is.
+
+    Steps after the first call the kernels of `later`, where that is given.  Raises CheckpointError as `step` does.
+    """
+    tokens, times = [], []
+    new = one.prompt
+    with paged(one.subject.model), torch.inference_mode():
+        run = make(variant, scattered(1, len(one.prompt) + count, one.prompt.device))
+        if one.prompt.device.type == "cuda":
+            torch.cuda.synchronize()
+        for _ in range(count):
+            start = time.perf_counter()
+            (logits,) = step(one.subject.model, run, [new], last=True)
+            new = logits[-1].argmax()[None]
+            tokens.append(int(new))  # waits for the device
+            times.append(time.perf_counter() - start)
+            if later is not None:
+                run.kernels = later.kernels
+    each = sum(times[1:]) / len(times[1:]) if count > 1 else float("nan")
+    return Generated(first_s=times[0], token_s=each, tokens=tuple(tokens))

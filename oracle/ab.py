@@ -1,0 +1,172 @@
+"""What a kernel changes end to end: the same model with the knob off and on, in turns, in one process: `oracle ab`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oracle.ab_tests import Change, change
+from oracle.bench import setting
+from oracle.checkpoints.generation import Prompted, generate, prompted
+from oracle.checkpoints.knob import KNOBS, OFF, turned
+from oracle.checkpoints.variants import Variant
+from oracle.errors import InputError
+from oracle.memory import MEANING, peak_bytes, restart_peak
+from oracle.roofline import profiled
+from oracle.roofline_trace import Account
+
+Progress = Callable[[int, int, str], None]
+LEAST = 0.01  # of the prefill: smaller accounts are added up as one
+TTFT, TPOT, PEAK, REST = "time to first token", "time per output token", "peak memory", "prefill: the rest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user asked for."""
+
+    checkpoint: Path
+    knob: str  # the kernel, or OFF for a comparison of the incumbent with itself
+    kind: str  # layers that it is for: a key of KNOBS
+    against: str  # what the knob says before: OFF is the incumbent
+    decode: str = ""  # what it says on both sides once the prompt is read, "" = the same as before that
+    texts: tuple[Path, ...]
+    prompt_tokens: int
+    new_tokens: int
+    margin: float
+    device: str = "cpu"
+    layers: int | None = None  # of a random model
+    repeats: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One side of one repeat."""
+
+    first_s: float
+    token_s: float
+    peak: int | None  # bytes, None where it cannot be measured
+    prefill: Mapping[Account, float]  # seconds, under the profiler
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What the two sides produced."""
+
+    before: int  # tokens of a repeat
+    after: int
+    same: int  # positions at which both have the same token, of the first repeat
+    first_apart: int | None  # the first position where they do not
+    steady: bool  # each side produced the same in every repeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ab:
+    """Everything that the knob was held against."""
+
+    about: str
+    knob: str  # NAME=VALUE
+    before: str  # NAME=VALUE
+    changes: tuple[Change, ...]
+    tokens: Tokens
+    margin: float
+    unmeasured: tuple[str, ...]
+    environment: dict[str, Any]
+
+
+def ab(asked: Asked, environment: Mapping[str, str], progress: Progress) -> Ab:
+    """Repeats of both sides in turn, the order changing every time, after one of each that is not kept.
+
+    A side of a repeat is a prompt read and tokens produced, for the times and the memory, and then the prompt read under the
+    profiler, for the accounts.  `environment` is what all else of the knobs is read from.  Raises InputError as `prompted` and
+    `turned` do, and where both sides are the same kernel though the knob is not OFF.
+    """
+    name = KNOBS[asked.kind]
+    one = prompted(asked.checkpoint, asked.texts, asked.prompt_tokens, asked.new_tokens, asked.device, asked.layers)
+    sides = [turned(one.subject, dict(environment) | {name: word}) for word in (asked.against, asked.knob)]
+    if asked.knob != asked.against and _targets(sides[0]) == _targets(sides[1]):
+        raise InputError(
+            f"{name}={asked.knob} and {name}={asked.against} are the same kernel; {OFF} twice compares it with itself"
+        )
+    later = turned(one.subject, dict(environment) | {name: asked.decode}) if asked.decode else None
+    for side in sides:
+        _sample(one, side, later, asked)
+    found: tuple[list[Sample], list[Sample]] = ([], [])
+    for number in range(asked.repeats):
+        progress(number, asked.repeats, "repeats")
+        for at in (0, 1) if number % 2 == 0 else (1, 0):
+            found[at].append(_sample(one, sides[at], later, asked))
+    changes, unmeasured = _changes(*found, asked.margin, asked.device)
+    return Ab(
+        about=one.about,
+        knob=f"{name}={asked.knob}",
+        before=f"{name}={asked.against}",
+        changes=changes,
+        tokens=_tokens(*found),
+        margin=asked.margin,
+        unmeasured=unmeasured,
+        environment=setting(asked.device)
+        | {"repeats": asked.repeats, "prompt_tokens": asked.prompt_tokens, "new_tokens": asked.new_tokens}
+        | {"kernels": [sorted(_targets(side)) for side in sides], "decode": asked.decode, "peak_is": MEANING[asked.device]},
+    )
+
+
+def _targets(side: Variant) -> frozenset[tuple[int, str]]:
+    return frozenset((layer, kernel.target) for layer, kernel in side.kernels.items())
+
+
+def _sample(one: Prompted, side: Variant, later: Variant | None, asked: Asked) -> Sample:
+    counted = restart_peak(asked.device)
+    made = generate(one, side, asked.new_tokens, later=later)
+    peak = peak_bytes(asked.device) if counted else None
+    return Sample(first_s=made.first_s, token_s=made.token_s, peak=peak, prefill=profiled(one, side).seconds, tokens=made.tokens)
+
+
+def _changes(
+    before: Sequence[Sample], after: Sequence[Sample], margin: float, device: str
+) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """(every quantity that could be measured, and why others could not)."""
+    both = (before, after)
+    pairs: dict[str, tuple[str, list[list[float]]]] = {TTFT: ("s", [[s.first_s for s in side] for side in both])}
+    pairs |= {name: ("s", values) for name, values in _accounts(both).items()}
+    pairs[TPOT] = ("s", [[s.token_s for s in side] for side in both])
+    unmeasured = []
+    if all(s.peak for side in both for s in side):
+        pairs[PEAK] = ("bytes", [[float(s.peak or math.nan) for s in side] for side in both])
+    else:
+        unmeasured.append(f"{PEAK}: this machine does not let a process restart the count on {device}")
+    changes = tuple(change(name, unit, old, new, margin) for name, (unit, (old, new)) in pairs.items())
+    return changes, tuple(unmeasured)
+
+
+def _accounts(both: tuple[Sequence[Sample], Sequence[Sample]]) -> dict[str, list[list[float]]]:
+    """Name of an account of the prefill -> seconds of each side; small ones, and such as are not always there, as one."""
+    found: dict[str, list[list[float]]] = {}
+    totals = [sum(s.prefill.values()) for side in both for s in side]
+    small: list[Account] = []
+    for work, kind in dict.fromkeys(key for side in both for s in side for key in s.prefill):
+        values = [[max(0.0, s.prefill.get((work, kind), 0.0)) for s in side] for side in both]
+        shares = [seconds / total for seconds, total in zip(itertools.chain(*values), totals, strict=True)]
+        if statistics.median(shares) > LEAST and min(shares) > 0:
+            found[f"prefill: {work}{f' of {kind} layers' if kind else ''}"] = values
+        else:
+            small.append((work, kind))
+    rest = [[sum(max(0.0, s.prefill.get(key, 0.0)) for key in small) for s in side] for side in both]
+    return found | ({REST: rest} if min(*rest[0], *rest[1]) > 0 else {})
+
+
+def _tokens(before: Sequence[Sample], after: Sequence[Sample]) -> Tokens:
+    one, two = before[0].tokens, after[0].tokens
+    apart = [i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b]
+    return Tokens(
+        before=len(one),
+        after=len(two),
+        same=min(len(one), len(two)) - len(apart),
+        first_apart=apart[0] if apart else None,
+        steady=len({s.tokens for s in before}) == len({s.tokens for s in after}) == 1,
+    )
