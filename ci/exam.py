@@ -35,6 +35,7 @@ from oracle.verdict import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS, MORE_SEEDS = 5, 10
+TABLES = ("oracle.kernels.table", "oracle.kernels.field.table")
 Item = TypeVar("Item", Asked, str)
 OFTEN = ("everything", "reversed", "sum_after")  # emulated kernels judged with more seeds
 OTHERS = {"sdpa-flash": "", "sdpa-math": "", "triton-prefill-16": "quick"}  # kernel -> profile
@@ -63,10 +64,10 @@ class Journal:
 
 
 def source_sha256() -> str:
-    """SHA-256 over the modules of the package that a verdict comes from: those that are imported by now, but for the table of
-    kernels, which only names them."""
+    """SHA-256 over the modules of the package that a verdict comes from: those that are imported by now, but for the tables of
+    kernels, which only name them."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "oracle"}
-    files = {name: module.__file__ for name, module in ours.items() if name != "oracle.kernels.table"}
+    files = {name: module.__file__ for name, module in ours.items() if name not in TABLES}
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         if file is not None:
