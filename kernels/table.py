@@ -1,12 +1,16 @@
-"""All kernels that come with the oracle, and the verdict expected of each.
+"""All kernels that the oracle knows by name, and the verdict expected of each that comes with it.
 
-The gate is green only if every verdict equals the expected one; an unexpected accept is as red as an unexpected reject.
+The gate is green only if every verdict equals the expected one; an unexpected accept is as red as an unexpected reject.  Of other
+projects' kernels (`field/table.py`) nothing is expected, and the gate leaves them alone.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+
+from oracle.kernels.field.table import FIELD, FieldRow
+from oracle.kernels.field.table import unavailable as field_unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +19,14 @@ class KernelRow:
 
     target: str  # "module:function"
     about: str
-    expect: str  # "accept" or "reject"
+    expect: str  # "accept" or "reject"; "" of another project's
     reason: str = ""  # the first reason of an expected reject
     needs: str = ""  # a module that must be importable, "" = none
     against: str = ""  # the incumbent that the gate names, "" = the emulator
     door: str = ""  # the door expected of an accept on the CPU; compiled for a GPU, sums may come in another order
     profile: str = ""  # the profile that the gate judges it on, on the CPU: "quick" for interpreted kernels
     devices: tuple[str, ...] = ("cpu", "cuda")
+    elsewhere: FieldRow | None = None  # another project's
 
 
 _EMULATED = "oracle.kernels.emulated"
@@ -146,11 +151,16 @@ KERNELS: dict[str, KernelRow] = {
         needs="triton",
         devices=("cuda",),
     ),
+} | {
+    name: KernelRow(target=row.target, about=f"{row.project}: {row.about}", expect="", devices=row.devices, elsewhere=row)
+    for name, row in FIELD.items()
 }
 
 
 def unavailable(row: KernelRow, device: str) -> str:
     """Why this machine cannot run the kernel on `device`, in a few words, or "" where it can."""
+    if row.elsewhere is not None:
+        return field_unavailable(row.elsewhere, device)
     if device not in row.devices:
         return f"does not run on {device}"
     if row.needs and importlib.util.find_spec(row.needs) is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracle.contract import Answer, Call, Kernel, Precision, Record, contract_kernel
+from oracle.contract import Answer, Call, DeclaredKernel, Precision, Record, contract_kernel
 from oracle.kernels.triton_language import INTERPRETED
 
 NO_LIMIT = 2**30  # a window bound that no sequence reaches and that int32 sums survive
@@ -79,7 +79,7 @@ def _check(who: str, call: Call, dtypes: tuple[str, ...]) -> None:
             raise ValueError(f"{who}: {name} has dtype {cache.dtype}, expected {q.dtype} or float8_e4m3fn")
 
 
-def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Launch:
+def launch_for(call: Call, out: Tensor, lse: Tensor | None) -> Launch:
     """The launch that writes the call's answer to `out` and `lse`."""
     _, q_heads, dim = call.q.shape
     _, page_size, kv_heads, dim_v = call.v_cache.shape
@@ -130,11 +130,20 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Launch:
 
 
 def triton_kernel(
-    name: str, what: str, start: Callable[[Launch], None], *, who: str, dtypes: tuple[str, ...], precision: Precision
-) -> Kernel:
-    """A kernel of the contract that takes every argument and runs by `start`, with its record; `who` names it in errors.
+    name: str,
+    what: str,
+    start: Callable[[Launch], None],
+    *,
+    who: str,
+    dtypes: tuple[str, ...],
+    precision: Precision,
+    lacks: Collection[str] = (),
+    declares: Mapping[str, Any] | None = None,
+) -> DeclaredKernel:
+    """A kernel of the contract that takes every argument but those it `lacks` and runs by `start`; `who` names it in errors.
 
-    It reads no plan on the host, so a CUDA graph may replay it.
+    Its record is that of all such kernels, but for the fields that it `declares` itself.  It reads no plan on the host, so a
+    CUDA graph may replay it.
     """
 
     def run(call: Call, return_lse: bool) -> Answer:
@@ -143,7 +152,7 @@ def triton_kernel(
         result = call.q.new_empty(total_q, q_heads, call.v_cache.shape[3]) if call.out is None else call.out
         lse = call.q.new_empty(total_q, q_heads, dtype=torch.float32) if return_lse else None
         if call.live_seqs and total_q:
-            start(_launch(call, result, lse))
+            start(launch_for(call, result, lse))
         return result if lse is None else (result, lse)
 
     run.__doc__ = what
@@ -157,4 +166,4 @@ def triton_kernel(
         precision=precision,
         interpreted=bool(INTERPRETED),
     )
-    return contract_kernel(record, name=name)(run)
+    return contract_kernel(replace(record, **(declares or {})), lacks=lacks, name=name)(run)

@@ -18,6 +18,7 @@ from oracle.constants import constants
 from oracle.gate import Entry, Judged, allow_better, check, judge, moved_constants, roster
 from oracle.gate_text import complaint_lines, gate_lines, gate_table, github_annotations, summary
 from oracle.isolation.locate import load
+from oracle.kernels.field.table import FIELD
 from oracle.kernels.table import KERNELS, KernelRow, unavailable
 from oracle.lock import Lock, from_text, to_text
 from oracle.locking import machine
@@ -77,11 +78,23 @@ def test_every_row_names_a_kernel_with_a_record(name: str) -> None:
     assert hasattr(kernel, "record")
 
 
-@pytest.mark.parametrize("row", KERNELS.values(), ids=KERNELS)
+SHIPPED = [name for name, row in KERNELS.items() if row.elsewhere is None]
+
+
+@pytest.mark.parametrize("row", [KERNELS[name] for name in SHIPPED], ids=SHIPPED)
 def test_every_row_expects_something_that_can_be_said(row: KernelRow) -> None:
     assert row.expect in ("accept", "reject")
     assert (row.reason in map(str, Reason)) == (row.expect == "reject")
     assert not row.against or row.against in KERNELS
+
+
+@pytest.mark.parametrize("verdict", [ACCEPT, REJECT])
+def test_nothing_is_expected_of_another_projects_kernel(verdict: Verdict) -> None:
+    others = {name: row for name, row in KERNELS.items() if row.elsewhere is not None}
+
+    assert set(others) == set(FIELD) and not any(row.expect or row.reason or row.door for row in others.values())
+    assert check(others["torch-math"], verdict) == "" == unavailable(others["torch-math"], "cpu")
+    assert unavailable(others["torch-cudnn"], "cpu") == "is not for cpu"
 
 
 def test_a_kernel_without_its_library_says_how_to_get_it() -> None:
@@ -121,8 +134,8 @@ def test_the_roster_is_all_that_is_locked_and_what_is_shipped_where_a_lock_says_
     shipped = {"cpu": replace(HERE, header={**HERE.header, "shipped": True})}
 
     assert [e.name for e in roster(LOCKS, "cpu")] == list(LOCK.kernels)
-    assert [e.name for e in roster(shipped, "cpu")] == [*KERNELS, *LOCK.kernels]
-    assert [e.name for e in roster({}, "cpu")] == list(KERNELS)
+    assert [e.name for e in roster(shipped, "cpu")] == [*SHIPPED, *LOCK.kernels]
+    assert [e.name for e in roster({}, "cpu")] == SHIPPED
     assert [e.name for e in roster(LOCKS, "cpu", names=["new.py:f"], against="old.py:f")] == ["new.py:f"]
 
 

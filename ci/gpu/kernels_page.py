@@ -1,7 +1,7 @@
 """Makes docs/kernels.md of the reports in docs/gpu and the lock of sm_90: `python ci/gpu/kernels_page.py`.
 
 The reports: kernels-run1.json and so on (`make gpu`, once each), shared_kv.json (the part of that name), verdicts.json,
-sanitized.json, machine_code.json, and once.json of what was measured once.
+sanitized.json, machine_code.json, eight_bit.json, decode.json, and once.json of what was measured once.
 """
 
 # ruff: noqa: E501
@@ -212,11 +212,66 @@ def decisions(found: Sequence[Facts]) -> str:
     return table(("decision", "theirs", "here"), lines)
 
 
+def eight_bit(found: Facts) -> str:
+    """Every 8-bit kernel beside the BF16 one."""
+    lines = []
+    for f in found["pairs"]:
+        s = f["shape"]
+        where = (f["kernel"], f"{s['q_heads']}:{s['kv_heads']} x {s['dim']}", f"{s['context']:,}")
+        if "ratio" not in f:
+            lines.append((*where, f["absent"], "", "", "", ""))
+            continue
+        over, errors = f["over_tilelang"], f"{f['mean_error']:.2e} / {f['mean_error_of_rounding']:.2e}"
+        lines.append((*where, f["ms"], f["ratio"], over or "", _bar(f["bar"], [over or 0.0]), errors))
+    columns = ("kernel", "heads x head dim", "context", "ms", "ratio", "over tilelang's", "bar", "mean error / of rounding")
+    return table(columns, lines)
+
+
+def ceilings(found: Facts) -> str:
+    """The rates of products, and what an attention made of them can gain."""
+    products = table(
+        ("products", "over bf16's", "TFLOP/s"),
+        [(name, f["ratio"], statistics.median(f["kernel_tflops"])) for name, f in found["rates"].items()],
+    )
+    gains = table(
+        ("attention", "tensor cores alone", "float32 work, as a share of that time", "if nothing overlaps"),
+        [(name, *f.values()) for name, f in found["ceiling"].items() if isinstance(f, dict)],
+    )
+    return f"{products}\n\n{gains}"
+
+
+def decode(found: Facts) -> str:
+    """The decode kernel at every shape beside a copy."""
+    lines = []
+    for f in found["table"]:
+        s = f["shape"]
+        others = ", ".join(f"{n.removesuffix('_ms')} {f[n]}" for n in ("split_tuned_ms", "prefill_16_ms") if n in f)
+        lines.append(
+            (
+                f"{s['q_heads']}:{s['kv_heads']} x {s['dim']}",
+                f"{s['batch']} x {s['keys']:,}",
+                s["tokens"],
+                s["cache"],
+                s["page"],
+                f["ms"],
+                f["tb_s"],
+                f["ratio"],
+                _bar(f["bar"], [f["ratio"]]),
+                "yes" if f["same_bits_alone"] else "**no**",
+                f"{f['mean_error']:.2e} / {f['mean_error_of_rounding']:.2e}",
+                others,
+            )
+        )
+    columns = ("heads x head dim", "batch x keys", "new tokens", "cache", "page", "ms", "TB/s", "of a copy's", "bar")
+    return table((*columns, "same bits alone", "mean error / of rounding", "others, ms"), lines)
+
+
 def page() -> str:
     """The text of docs/kernels.md."""
     found, once, lock = runs(), report("once"), tomllib.loads(LOCK.read_text())
     said, tools = report("verdicts"), report("sanitized")
     first = found[0]
+    eight, decoded = report("eight_bit"), report("decode")
     v, bits, twin, code = first["versions"], first["bits"], once["twin"], report("machine_code")
     return f"""# Kernels on an H200
 
@@ -243,6 +298,26 @@ Beside the prototypes of the study that the TileLang kernel grew from (E64 and E
 window, no LSE), one process, one run; the prototypes are not part of this repository:
 
 {beside(once)}
+
+## 8 bits
+
+`{eight["versions"]["command"]}`. {eight["versions"]["protocol"][0].upper()}{eight["versions"]["protocol"][1:]}. What the card's products allow,
+computed for head dims of 512, 256 and 128 (`ceiling` in the script says how):
+
+{ceilings(eight)}
+
+The kernels of `oracle/kernels/triton_eight_bit.py`, 8,192 new rows, beside the BF16 TileLang kernel in the same process. *Quantising
+timed*: q, and all keys and values, are quantised in every call; *codes ready*: before it.
+
+{eight_bit(eight)}
+
+{eight.get("cut", "")}
+
+## Decode
+
+`{decoded["versions"]["command"]}`. {decoded["versions"]["protocol"][0].upper()}{decoded["versions"]["protocol"][1:]}.
+
+{decode(decoded)}
 
 ## Decisions
 

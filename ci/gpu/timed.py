@@ -107,7 +107,7 @@ def shared(asked: Problem, form: Form) -> Ready:
 
 def flashinfer(asked: Problem) -> Call:
     """FlashInfer's paged prefill, fa2, planned for the problem."""
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     s, table = asked.shape, asked.table[0]
     wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(2**28, dtype=torch.uint8, device="cuda"), "NHD", backend="fa2")
