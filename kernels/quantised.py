@@ -90,7 +90,7 @@ def rotate(x: Tensor) -> Tensor:
     """
     dim = x.shape[-1]
     size = dim & -dim
-    x = x * _signs(dim).to(x.device)
+    x = x * signs_of(dim).to(x.device)
     for half in (1 << bit for bit in range(size.bit_length() - 1)):
         first, second = x.reshape(*x.shape[:-1], dim // (2 * half), 2, half).unbind(-2)
         x = torch.stack((first + second, first - second), -2).flatten(-3)
@@ -98,6 +98,6 @@ def rotate(x: Tensor) -> Tensor:
 
 
 @cache
-def _signs(dim: int) -> Tensor:
+def signs_of(dim: int) -> Tensor:
     """1 or -1 for each channel, (dim,) float32, always the same for a dim."""
     return torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(dim)).float().mul_(2).sub_(1)

@@ -85,7 +85,7 @@ def _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP: tl.constexpr, KE
 
 @device_function
 def with_sink(m, denominator, sink):
-    """The running maximum, its row sum, and the natural maximum, once a sink has joined; and what to multiply sums by.
+    """The row sum and the natural maximum once a sink has joined, given those before it, and what to multiply sums by.
 
     Last, so that weights are rounded beside the largest of them and not beside the sink.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oracle.kernels.eight_bit import K_BLOCK, Q_BLOCK, Scheme
-from oracle.kernels.quantised import CODES, LARGEST, _signs
+from oracle.kernels.quantised import CODES, LARGEST, signs_of
 from oracle.kernels.triton_host import Launch, as_bytes
 from oracle.kernels.triton_language import (  # before Triton: on a machine without a GPU it switches the interpreter on
     INTERPRETED,
@@ -350,7 +350,7 @@ def quantised(launch: Launch, scheme: Scheme) -> Codes:
 
     signs = None
     if scheme.rotated:
-        signs = torch.nn.functional.pad(_signs(dim), (0, dim_pad - dim), value=1.0).to(device)
+        signs = torch.nn.functional.pad(signs_of(dim), (0, dim_pad - dim), value=1.0).to(device)
     codes = Codes(
         blocks=blocks,
         q=empty(call.q.shape[0], heads, dim_pad, dtype=kind),
