@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Generated:
     """What one generation took, and gave."""
 
     first_s: float  # from the prompt to the first token, known on the host
-    token_s: float  # of each later token, their mean; NaN where there is none
+    token_s: float  # of a later token, their median; NaN where there is none
     tokens: tuple[int, ...]
 
 
@@ -90,5 +91,5 @@ def generate(one: Prompted, variant: Variant, count: int, make: Make = fresh, la
             times.append(time.perf_counter() - start)
             if later is not None:
                 run.kernels = later.kernels
-    each = sum(times[1:]) / len(times[1:]) if count > 1 else float("nan")
+    each = statistics.median(times[1:]) if count > 1 else float("nan")  # a pause of the host is none of the kernel's
     return Generated(first_s=times[0], token_s=each, tokens=tuple(tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tiny_models import build, llama, real_dims
 from torch import Tensor
 
+from oracle.checkpoints import generation
 from oracle.checkpoints.configurations import Plugged, plugged
 from oracle.checkpoints.generation import Prompted, generate
 from oracle.checkpoints.knob import turned
@@ -140,6 +142,16 @@ def test_a_generation_is_that_of_step_by_step_logits(subject: Subject) -> None:
             new = step(subject.model, run, [new])[0][-1].argmax()[None]
             expected.append(int(new))
     assert made.tokens == tuple(expected) and made.first_s > 0 and made.token_s > 0
+
+
+def test_a_pause_of_the_host_is_none_of_a_tokens_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 5, 1, 100 and 1 seconds: the first is the prompt's, and of the others the median counts."""
+    clock = iter([0, 5, 10, 11, 20, 120, 130, 131])
+    monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+
+    made = generate(Prompted(subject=subject, prompt=PROMPT, about=""), turned(subject, {}), 4)
+
+    assert (made.first_s, made.token_s) == (5.0, 1.0)
 
 
 def test_the_last_logits_alone_are_those_of_all(subject: Subject) -> None:
