@@ -23,13 +23,14 @@ import oracle.isolation.worker  # what a kernel's process runs: the journal's di
 from oracle.accept import Asked
 from oracle.doors import looser_than_default
 from oracle.exam import Judged, Yardsticks, asked_peers, judge, judge_mutant, told_by_peers
-from oracle.exam_text import Sheet, checks, faults, kinds, peers
+from oracle.exam_text import checks, faults, kinds, peers
 from oracle.files import write_whole
 from oracle.heldout import held_out_share
 from oracle.kernels.emulated import VARIANTS
 from oracle.kernels.emulated import __getattr__ as variant
 from oracle.mutants.table import MUTANTS
 from oracle.preparation import shared_preparation
+from oracle.sheet import Sheet
 from oracle.trial import Prepare
 from oracle.verdict import Outcome
 

@@ -3,10 +3,11 @@
     python ci/field.py judge [--device cuda] [--profile quick] [--jobs 8] [--seconds 450] [NAME...]
     python ci/field.py page     # docs/field.md, of docs/field/*.json
 
-`judge` asks `oracle accept` about every kernel of kernels/field/table.py that is available, or about those named, several at a
-time, writes docs/field/cpu.json or docs/field/<gpu>.json, where other kernels stay as they were, and the page.  A kernel without
-a verdict after `--seconds` is stopped and said to have none.  With `--against KERNEL` each is judged a second time, against that
-incumbent.  On the H200 of docs/gpu.md all take under 8 minutes:
+`judge` asks `oracle accept` about every kernel of kernels/field/table.py that is available, and torch's of kernels/table.py, or
+about those named, several at a time, writes docs/field/cpu.json or docs/field/<gpu>.json as verdicts come, where other kernels
+stay as they were, and the page.  A kernel without a verdict after `--seconds` is stopped and said to have none.  With `--against
+KERNEL` each that was not rejected for more than its door is judged a second time, against that incumbent, after all first ones.
+On the H200 of docs/gpu.md:
 
     PYTHONPATH=. python3 ci/field.py judge --device cuda --profile quick --jobs 12 --seconds 420 --against triton-prefill-16
 """
@@ -23,15 +24,31 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import oracle
 from oracle.kernels.field.table import FIELD, FieldRow, installed, unavailable
+from oracle.kernels.table import KERNELS
+from oracle.verdict import Reason
 
 Facts = dict[str, Any]
+
+# torch's own, of the table of what ships, where the gate expects a verdict of them: on these devices.
+_TORCH: dict[str, tuple[str, ...]] = {"sdpa-flash": ("cpu",), "sdpa-flash-fp32": ("cpu",), "sdpa-math": ("cpu", "cuda")}
+ROWS: dict[str, FieldRow] = {
+    name: FieldRow(
+        target=KERNELS[name].target,
+        project="PyTorch",
+        package="torch",
+        about=f"SDPA: {KERNELS[name].about}",
+        devices=devices,
+        module="torch",
+    )
+    for name, devices in _TORCH.items()
+} | FIELD
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "docs" / "field", ROOT / "docs" / "field.md"
@@ -39,6 +56,7 @@ TABLES = re.compile(r"(<!-- ci/field.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTA
 SEED = 0
 RELATIONS = {"relation-broken", "option-ignored", "batch-variant"}
 HOSTILE = {"invalid-access", "crash", "past-the-plan", "page-ids", "canary", "input-written", "nondeterministic", "later-call"}
+DOORS = {Reason.NO_DOOR, Reason.LESS_ACCURATE, Reason.LOOSER_CONTRACT}  # another incumbent may decide otherwise
 BESIDE = ("incumbent", "outcome", "door", "ratio", "reasons", "command", "said")  # kept of a verdict against an incumbent
 SHOWN = 400  # characters of a finding that are kept
 
@@ -65,11 +83,18 @@ def judged(row: FieldRow, asked: Asked) -> Facts:
     facts: Facts = {"version": installed(row)}
     if why := unavailable(row, asked.device):
         return facts | {"unavailable": why}
-    facts |= _asked(row, asked, "")
-    if asked.against and "outcome" in facts:
-        beside = _asked(row, asked, asked.against)
-        facts["against"] = {key: beside.get(key) for key in BESIDE}
-    return facts
+    return facts | _asked(row, asked, "")
+
+
+def judged_again(row: FieldRow, asked: Asked, facts: Facts) -> Facts:
+    """`facts` of the first verdict, and those of one against the incumbent `asked` names."""
+    beside = {"incumbent": asked.against} | _asked(row, asked, asked.against)
+    return facts | {"against": {key: beside.get(key) for key in BESIDE}}
+
+
+def worth_another(facts: Facts) -> bool:
+    """Whether a verdict against another incumbent can differ: there is a first one, and no fault but the door stands in it."""
+    return "outcome" in facts and set(facts["reasons"]) <= DOORS
 
 
 def _asked(row: FieldRow, asked: Asked, against: str) -> Facts:
@@ -127,7 +152,7 @@ def machine(device: str) -> tuple[str, Facts]:
     """(name of the JSON file, what the verdicts depend on besides the kernels)."""
     import torch
 
-    facts = {"python": platform.python_version(), "torch": str(torch.__version__), "oracle": version("attention-oracle")}
+    facts = {"python": platform.python_version(), "torch": str(torch.__version__), "oracle": oracle.__version__}
     if device == "cpu":
         return "cpu", {"device": f"CPU, {torch.backends.cpu.get_cpu_capability()}", **facts}
     name = torch.cuda.get_device_name()
@@ -135,24 +160,32 @@ def machine(device: str) -> tuple[str, Facts]:
 
 
 def judge(names: Sequence[str], asked: Asked, jobs: int) -> None:
-    """Every kernel of `names` has been judged; after each its row is in the JSON of this machine, and on the page."""
+    """Every kernel of `names` has been judged; after each verdict its row is in the JSON of this machine, and on the page.
+
+    A second verdict, against a named incumbent, begins when no first one waits any more.
+    """
     stem, here = machine(asked.device)
     file = DATA / f"{stem}.json"
     DATA.mkdir(exist_ok=True)
     known: Facts = json.loads(file.read_text())["kernels"] if file.exists() else {}
     with ThreadPoolExecutor(jobs) as pool:
-        running = {name: pool.submit(judged, FIELD[name], asked) for name in names}
-        for name, future in running.items():
-            known[name] = future.result()
-            print(name, _verdict(known[name]), flush=True)
-            whole = {"machine": here, "kernels": {n: known[n] for n in FIELD if n in known}}
+        running = {pool.submit(judged, ROWS[name], asked): (name, False) for name in names}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                name, again = running.pop(future)
+                known[name] = facts = future.result()
+                print(name, _verdict(facts["against"] if again else facts), flush=True)
+                if asked.against and not again and worth_another(facts):
+                    running[pool.submit(judged_again, ROWS[name], asked, facts)] = (name, True)
+            whole = {"machine": here, "kernels": {n: known[n] for n in ROWS if n in known}}
             file.write_text(json.dumps(whole, indent=1) + "\n")
             write_page()
 
 
 def _verdict(facts: Facts) -> str:
     """The verdict in a few words, or why there is none."""
-    if "outcome" not in facts:
+    if not facts.get("outcome"):
         return str(facts.get("unavailable") or facts.get("said") or "not judged yet")
     return f"{facts['outcome']}{' by ' + facts['door'] if facts['door'] else ''}"
 
@@ -177,10 +210,12 @@ def _judged_table(whole: Facts) -> str:
     for name, facts in whole["kernels"].items():
         if "outcome" not in facts:
             continue
-        row = FIELD[name]
+        row = ROWS[name]
         ratio = facts["ratio"]
         against = facts.get("against")
-        door = facts["door"] + (f"; against {against['incumbent']}: {against['door'] or against['outcome']}" if against else "")
+        door = facts["door"]
+        if against:
+            door += f"; against {against['incumbent']}: {against['door'] or against['outcome'] or against['said']}"
         rows.append(
             (
                 f"`{name}`: {row.project}, {row.about}",
@@ -206,7 +241,7 @@ def _absent(machines: Mapping[str, Facts]) -> str:
     rows = []
     for stem, whole in machines.items():
         device = "cpu" if stem == "cpu" else "cuda"
-        for name, row in FIELD.items():
+        for name, row in ROWS.items():
             facts = whole["kernels"].get(name, {})
             if device in row.devices and "outcome" not in facts:
                 rows.append((f"`{name}`: {row.project}, {row.about}", stem, _verdict(facts)))
@@ -251,10 +286,10 @@ def main() -> None:
     asked.add_argument("--against", default="")
     given = parser.parse_args()
     if given.verb == "judge":
-        if unknown := set(given.names) - set(FIELD):
-            parser.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(FIELD)}")
+        if unknown := set(given.names) - set(ROWS):
+            parser.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
         how = Asked(device=given.device, profile=given.profile, seconds=given.seconds, against=given.against)
-        judge(given.names or list(FIELD), how, given.jobs)
+        judge(given.names or list(ROWS), how, given.jobs)
     else:
         write_page()
 

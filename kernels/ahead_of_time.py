@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from oracle.kernels.tilelang_families import Family
+from oracle.kernels.tilelang_families import Family, Fp8Family
 
 ARCH = "sm_90a"  # the only target: wgmma and setmaxnreg exist there alone
 _EARLY = """		cudaLaunchAttribute attribute[1];
@@ -49,7 +50,7 @@ class Library:
     """A loaded library."""
 
     path: Path
-    family: Family
+    family: Family | Fp8Family
     page_size: int
     arguments: tuple[tuple[str, str], ...]  # name and type ("int", "float", "pointer") of each argument of the launch
     handle: ctypes.CDLL
@@ -76,14 +77,14 @@ class Library:
         return said.decode(errors="replace")
 
 
-def file_name(family: Family, page_size: int) -> str:
+def file_name(family: Family | Fp8Family, page_size: int) -> str:
     """The name of a library's file in its folder."""
     return f"{family.name}-page{page_size}-{ARCH}.so"
 
 
-def fingerprint(family: Family, page_size: int) -> str:
+def fingerprint(family: Family | Fp8Family, page_size: int) -> str:
     """What a library is built from: the family's row, the page size and the generator's source, as 16 hex digits."""
-    generator = Path(__file__).with_name("tilelang_body.py").read_bytes()
+    generator = Path(__file__).with_name(f"{family.generator}.py").read_bytes()
     return hashlib.sha256(repr((family, page_size, ARCH)).encode() + generator).hexdigest()[:16]
 
 
@@ -96,7 +97,7 @@ def unavailable() -> str:
     return "" if shutil.which("nvcc") else "nvcc is not on the PATH; install the CUDA toolkit, version 12.8 or later"
 
 
-def source(family: Family, page_size: int) -> tuple[str, list[tuple[str, str]]]:
+def source(family: Family | Fp8Family, page_size: int) -> tuple[str, list[tuple[str, str]]]:
     """The CUDA source of a library, its launcher included, and the launcher's arguments but for the stream.
 
     Raises: BuildError where TileLang's launcher is not the one that this module knows how to mend.
@@ -105,9 +106,8 @@ def source(family: Family, page_size: int) -> tuple[str, list[tuple[str, str]]]:
     from tilelang import tvm
     from tilelang.jit.adapter.wrapper import TLCUDASourceWrapper
 
-    from oracle.kernels.tilelang_body import pass_configs, prefill
-
-    function, configs = prefill(family, page_size), pass_configs()
+    generator = importlib.import_module(f"oracle.kernels.{family.generator}")
+    function, configs = generator.prefill(family, page_size), generator.pass_configs()
     target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
     with tvm.transform.PassContext(opt_level=3, config=configs), target:
         lowered = tilelang.lower(function, target=target)
@@ -126,7 +126,7 @@ def source(family: Family, page_size: int) -> tuple[str, list[tuple[str, str]]]:
     return code.replace(_EARLY, _IN_ORDER), arguments
 
 
-def build(family: Family, page_size: int, folder: Path) -> Path:
+def build(family: Family | Fp8Family, page_size: int, folder: Path) -> Path:
     """Builds one library into `folder`, which is made where missing, and returns its path.
 
     Raises: BuildError where TileLang or nvcc is missing, or nvcc fails.
@@ -167,7 +167,7 @@ def build(family: Family, page_size: int, folder: Path) -> Path:
     return path
 
 
-def load(folder: Path, family: Family, page_size: int) -> Library:
+def load(folder: Path, family: Family | Fp8Family, page_size: int) -> Library:
     """The library of `family` and `page_size` in `folder`.  Needs no GPU; `prepare` does.
 
     Raises: BuildError where there is none, or one built from another row or another generator.

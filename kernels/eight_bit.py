@@ -1,4 +1,4 @@
-"""8-bit attention on the CPU: `oracle.kernels.eight_bit:int8_token` and its kin, fast enough to run inside whole models.
+"""8-bit attention in torch: `oracle.kernels.eight_bit:int8_token` and its kin, on the CPU fast enough to run inside whole models.
 
 Each row of ATTENTIONS has the scales and the codes of q, k and v that a GPU kernel would have, bit for bit
 (`oracle.kernels.quantised`), and rounds P tile by tile against the running maximum, as an online softmax does.  The rest is
@@ -95,6 +95,14 @@ ATTENTIONS: dict[str, Scheme] = {
         about="q, k, v and P in E4M3, a scale for 128 rows and for 64 keys",
         qk_format="e4m3",
         qk_scale="block",
+        v_scale="block",
+        p_scale=256.0,
+    ),
+    "fp8-block-hadamard": Scheme(
+        about="as fp8-block, q and k turned by a Hadamard transform first",
+        qk_format="e4m3",
+        qk_scale="block",
+        rotated=True,
         v_scale="block",
         p_scale=256.0,
     ),
@@ -369,7 +377,7 @@ def record_of(scheme: Scheme) -> Record:
         head_dims=(40, 64, 72, 80, 96, 112, 128, 192, 256, 512, 576),
         uneven_head_dims=((96, 64), (128, 256), (192, 128), (576, 512)),
         page_sizes=(1, 8, 16, 32, 64, 128, 256),
-        devices=("cpu",),
+        devices=("cpu", "cuda"),
         batch_invariant=scheme.qk_scale != "tensor",
         precision=Precision(
             p_format="input" if scheme.p_scale is None else "e4m3",

@@ -44,6 +44,11 @@ class Family:
                 raise ValueError(f"kernels/tilelang_families.py {self.name}: got a row that breaks a rule; expected: {rule}")
 
     @property
+    def generator(self) -> str:
+        """The module that writes its kernel."""
+        return "tilelang_body"
+
+    @property
     def columns(self) -> int:
         """Output columns of a warpgroup."""
         return self.head_dim // self.column_groups
@@ -104,3 +109,73 @@ _ROWS = (
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ROWS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Family:
+    """One layer type whose q, k, v and P are e4m3, and how a thread block of four warpgroups is cut for it.
+
+    One copies, one scores 64 query rows, and two multiply by V, half of the output's columns each.  `products`, `held` and
+    `ahead` are ways to order that work, which ci/gpu/fp8_tilelang.py times against each other.
+    """
+
+    name: str
+    head_dim: int  # of q, k and v
+    group: int  # query heads per kv head, a divisor of 64
+    k_stages: int  # tiles of 64 keys that shared memory holds
+    v_stages: int
+    chunk: int  # output columns that are moved from the tensor cores' accumulator to float32 together
+    products: int  # chunks that are in the tensor cores' hands at once
+    held: bool  # whether P is multiplied from registers, else from shared memory
+    ahead: bool  # whether the scores of the next tile are multiplied while those of this one are weighed
+    registers: tuple[int, int, int]  # of a thread that copies, scores, multiplies by V
+    about: str
+
+    def __post_init__(self) -> None:
+        copying, scoring, weighing = self.registers
+        rules = {
+            "a row group holds whole groups": ROWS % self.group == 0,
+            "half of the columns is whole chunks": self.head_dim % (2 * self.chunk) == 0 and self.chunk % 32 == 0,
+            "rows of q and k are whole panels of 128 codes": self.head_dim % 128 == 0,
+            "a multiprocessor has its registers": copying + scoring + 2 * weighing <= 512,
+            "its tiles fit": self.shared_bytes <= SHARED,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"kernels/tilelang_families.py {self.name}: got a row that breaks a rule; expected: {rule}")
+
+    @property
+    def generator(self) -> str:
+        """The module that writes its kernel."""
+        return "tilelang_fp8_body"
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of a thread block."""
+        return ROWS // self.group
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a thread block: Q, K, V, two tiles of P with their factors, and room for barriers."""
+        return self.head_dim * (ROWS + KEYS * (self.k_stages + self.v_stages)) + 2 * ROWS * (KEYS + 4) + 4 * ROWS + 1024
+
+
+KEYS = 64  # of a tile in e4m3: those that share a scale
+
+_FP8_ROWS = (
+    Fp8Family(
+        name="fp8_hd512",
+        head_dim=512,
+        group=8,
+        k_stages=3,
+        v_stages=2,
+        chunk=64,
+        products=1,
+        held=False,
+        ahead=True,
+        registers=(24, 120, 184),
+        about="Gemma 4 31B, global layers: 32 query heads over 4 kv heads",
+    ),
+)
+
+FP8_FAMILIES: dict[str, Fp8Family] = {family.name: family for family in _FP8_ROWS}

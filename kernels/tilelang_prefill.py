@@ -8,6 +8,7 @@ and need no compiler.  Where it is not set, TileLang compiles them when they are
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from oracle.contract import SCALES, Answer, Call, Kernel, Precision, Record, contract_kernel
 from oracle.kernels import ahead_of_time
-from oracle.kernels.tilelang_families import FAMILIES, PAGE_SIZES, Family
+from oracle.kernels.tilelang_families import FAMILIES, PAGE_SIZES, Family, Fp8Family
 
 FOLDER = "ATTENTION_ORACLE_LIBRARIES"
 _NO_LIMIT = 2**30  # a window bound that no sequence reaches and that int32 sums survive
@@ -46,18 +47,17 @@ class JustInTime:
         self._kernel(*(values[name] for name in self._names))
 
 
-def just_in_time(family: Family, page_size: int, **options: Any) -> JustInTime:
+def just_in_time(family: Family | Fp8Family, page_size: int, **options: Any) -> JustInTime:
     """The kernel, compiled now, which takes ten seconds and more; `options` go to `tilelang.compile`."""
     import tilelang
 
-    from oracle.kernels.tilelang_body import pass_configs, prefill
-
     target = {"kind": "cuda", "arch": ahead_of_time.ARCH}
-    function = prefill(family, page_size)
-    return JustInTime(tilelang.compile(function, target=target, pass_configs=pass_configs(), **options))
+    generator = importlib.import_module(f"oracle.kernels.{family.generator}")
+    function, configs = generator.prefill(family, page_size), generator.pass_configs()
+    return JustInTime(tilelang.compile(function, target=target, pass_configs=configs, **options))
 
 
-def compiled(family: Family, page_size: int) -> Runnable:
+def compiled(family: Family | Fp8Family, page_size: int) -> Runnable:
     """The kernel that a call runs on the current device: a library's, or compiled just in time.
 
     Raises: BuildError where the named folder holds no such library, or nothing is named and nothing can be compiled.
@@ -67,7 +67,7 @@ def compiled(family: Family, page_size: int) -> Runnable:
 
 
 @functools.cache
-def _compiled(family: Family, page_size: int, folder: str | None, device: int) -> Runnable:
+def _compiled(family: Family | Fp8Family, page_size: int, folder: str | None, device: int) -> Runnable:
     if folder is not None:
         library = ahead_of_time.load(Path(folder), family, page_size)
         library.prepare()

@@ -12,9 +12,16 @@ bits in any batch.  A share grows with the square root of that number, so that t
 what is read of the cache.
 
 Rows are (token, query head of the group) pairs as in `oracle.kernels.triton_prefill`.  Sequences of up to 16 rows and of more
-are two launches, which leave each other's alone: 16 rows stay in registers (mma.sync), 64 are what Hopper's wgmma takes at once
-from shared memory, so that eight tokens of eight heads read the cache once.  The host does not know which there are.  Scores
-are kept in powers of two, as in `oracle.kernels.triton_split`.  On a machine without a GPU the kernel runs in Triton's
+are two launches, which leave each other's alone: 16 or 32 rows stay in registers (mma.sync), 64 are what Hopper's wgmma takes
+at once from shared memory, so that eight tokens of eight heads read the cache once.  The host does not know which there are.
+Where 64 rows of all columns of V would take too many registers, two programs, side by side, take half of the columns each and
+both work out the scores: the second finds K in the L2 cache.
+
+An e4m3 cache is fetched as words of two columns, which the copy engine and ldmatrix move as they move bf16.  A register of four
+codes then holds two keys or columns twice over, and becomes a pair of even and a pair of odd columns without a shuffle
+(`triton_tiles.columns_of`): q.k is a sum over the even columns and one over the odd ones, P.V an answer for each.
+
+Scores are kept in powers of two, as in `oracle.kernels.triton_split`.  On a machine without a GPU the kernel runs in Triton's
 interpreter.
 """
 
@@ -50,15 +57,17 @@ from oracle.kernels.triton_language import (  # before Triton: on a machine with
 import triton
 import triton.language as tl
 
-from oracle.kernels.triton_tiles import descriptor, fits_tma, head_scale, page_at, place, rows_of
+from oracle.kernels.triton_tiles import columns_of, descriptor, fits_tma, fits_words, head_scale, page_at, place, rows_of
 
 TOKENS = 8  # new tokens of a sequence whose keys are split
-FEW, ROWS = 16, 64  # query rows of a small tile and of any other
+FEW, MANY = 16, 64  # query rows of a small tile, and of any other at most
+MOST_KEYS = 64  # of a tile
 SHARE = 128  # keys of a share at least
 _GROWTH = 32  # a share of n keys is doubled where n^2 is less than so many times the keys that are seen
 _DOUBLINGS = 10  # of a share at most: 2^17 keys of 2^29
 _STEP = 8  # shares that are added up at once
 
+_most_keys = tl.constexpr(MOST_KEYS)
 _share_keys, _doublings, _tokens = tl.constexpr(SHARE), tl.constexpr(_DOUBLINGS), tl.constexpr(TOKENS)
 _few_rows = tl.constexpr(FEW)
 _growth, _step = tl.constexpr(_GROWTH), tl.constexpr(_STEP)
@@ -66,14 +75,14 @@ _CHANGING = ["seqs", "out_scale", "left", "right", "by_row", "by_seq", "most"]  
 
 
 @device_function
-def _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP: tl.constexpr, KEYS: tl.constexpr):
-    """The first key tile that rows [row_begin, row_end) of a sequence see, the last key, keys of a share, and shares: int64.
+def _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP: tl.constexpr):
+    """Where keys that rows [row_begin, row_end) of a sequence see begin, in whole tiles, and end; keys of a share; shares: int64.
 
     There is one share at least, which is empty where no key is seen.
     """
     first_pos = kv_len - q_len + row_begin // GROUP
     last_pos = kv_len - q_len + (row_end - 1) // GROUP
-    lo = tl.maximum(first_pos - left, 0) // KEYS * KEYS
+    lo = tl.maximum(first_pos - left, 0) // _most_keys * _most_keys
     hi = tl.maximum(tl.minimum(last_pos + right + 1, kv_len), lo)
     seen = hi - lo
     share = seen * 0 + _share_keys
@@ -144,13 +153,15 @@ def _share(
     SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     FEW: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """One share of the keys of a tile of query rows and one kv head: its sums, or the answer where it is the only one.
 
     sums (slots, HEADS, most, DIM_V), tops and weights (slots, HEADS, most), all float32.  The slot of a row is its own number,
     or that of its sequence times TOKENS and its token, as `by_row` and `by_seq` say.  The rest is as in `triton_split._prefill`.
     """
-    seq, start, q_len, kv_len, row_begin, row_end = place(cu_ptr, used_ptr, seqs, GROUP, SEQS, ROWS)
+    seq, start, q_len, kv_len, row_begin, row_end = place(cu_ptr, used_ptr, seqs, GROUP, SEQS, ROWS, PARTS)
     if row_begin >= row_end:
         return
     if (q_len * GROUP <= _few_rows) != FEW:
@@ -159,7 +170,7 @@ def _share(
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     part = tl.program_id(1) // kv_heads
-    lo, hi, share, shares = _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP, KEYS)
+    lo, hi, share, shares = _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP)
     if part >= shares:
         return
     dtype = q_ptr.dtype.element_ty
@@ -181,9 +192,15 @@ def _share(
     middle = tl.minimum(tl.maximum(whole_lo.to(tl.int32), begin), end) if LEFT else begin
     last = tl.minimum(tl.maximum(whole_hi.to(tl.int32), middle), end)
 
-    d = tl.arange(0, DIM_PAD).to(tl.int64)[None, :]
-    q_rows = q_ptr + (start + token) * q_strides[0] + head * q_strides[1]
-    q = operand(tl.load(q_rows[:, None] + d * q_strides[2], mask=live[:, None] & (d < DIM), other=0), dtype)
+    pack: tl.constexpr = 2 if WORDS else 1
+    width: tl.constexpr = DIM_V_PAD // PARTS // pack
+    column = tl.program_id(0) % PARTS * width  # of V as it is fetched
+    d = tl.arange(0, DIM_PAD // pack).to(tl.int64)[None, :] * pack
+    q_rows = (q_ptr + (start + token) * q_strides[0] + head * q_strides[1])[:, None]
+    q = operand(tl.load(q_rows + d * q_strides[2], mask=live[:, None] & (d < DIM), other=0), dtype)
+    if WORDS:
+        d += 1
+        q_odd = operand(tl.load(q_rows + d * q_strides[2], mask=live[:, None] & (d < DIM), other=0), dtype)
     table = table_ptr + seq * table_stride
     scale *= head_scale(q_scale_ptr, q_scale_strides, seq, kv_head)
     scale *= head_scale(k_scale_ptr, k_scale_strides, seq, kv_head)
@@ -191,7 +208,9 @@ def _share(
 
     m = tl.full([ROWS], FLOOR, tl.float32)  # of logits over ln 2
     denominator = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, DIM_V_PAD], 0.0, tl.float32)
+    acc = tl.full([ROWS, width], 0.0, tl.float32)
+    if WORDS:
+        acc_odd = acc
     if not SOFTCAP:
         scale *= LOG2E
 
@@ -206,9 +225,13 @@ def _share(
         for at in tl.range(first, stop, KEYS):
             page = ahead
             ahead = page_at(table, table_step, at + KEYS, stop, PAGE, KEYS, TMA)  # fetched while this tile is worked on
-            k = rows_of(k_source, k_strides, page, at, stop, kv_head, 0, DIM, DIM_PAD, PAGE, KEYS, TMA, span == 1)
-            v = rows_of(v_source, v_strides, page, at, stop, kv_head, 0, DIM_V, DIM_V_PAD, PAGE, KEYS, TMA, span == 1)
-            s = dot(q, tl.trans(operand(k, dtype))) * scale
+            k = rows_of(k_source, k_strides, page, at, stop, kv_head, 0, DIM // pack, DIM_PAD // pack, PAGE, KEYS, TMA, span == 1)
+            v = rows_of(v_source, v_strides, page, at, stop, kv_head, column, DIM_V // pack, width, PAGE, KEYS, TMA, span == 1)
+            if WORDS:
+                k, k_odd = columns_of(tl.trans(k), dtype)
+                s = (dot(q, k) + dot(q_odd, k_odd)) * scale
+            else:
+                s = dot(q, tl.trans(operand(k, dtype))) * scale
             if SOFTCAP:
                 s = (softcap * LOG2E) * tanh(s / softcap)
             key = tl.add(tl.arange(0, KEYS), at, sanitize_overflow=False)
@@ -219,16 +242,23 @@ def _share(
             p = tl.exp2(s - m_new[:, None])
             fade = tl.exp2(m - m_new)
             denominator = denominator * fade + total(p, 1)
-            if TMA and span != 1:
-                v = tl.where((key < stop)[:, None], v, 0.0)  # what lies past the plan may be NaN
             weights = rounded(p, dtype)
-            acc = acc * fade[:, None] + dot(weights, operand(v, dtype))
+            if TMA and span != 1 and not (WORDS and dtype == tl.bfloat16):
+                v = tl.where((key < stop)[:, None], v, 0)  # past the plan may be NaN; words in bf16 are finite whatever they hold
+            if WORDS:
+                v, v_odd = columns_of(v, dtype)
+                acc_odd = acc_odd * fade[:, None] + dot(weights, v_odd)
+            else:
+                v = operand(v, dtype)
+            acc = acc * fade[:, None] + dot(weights, v)
             m = m_new
 
-    dv = tl.arange(0, DIM_V_PAD).to(tl.int64)[None, :]
+    if WORDS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [ROWS, width * pack])
+    dv = column * pack + tl.arange(0, width * pack).to(tl.int64)[None, :]
     if shares > 1:
         slot = ((start * by_row + seq * by_seq + token) * HEADS + head) * most + part
-        tl.store(tops_ptr + slot, m, mask=live)
+        tl.store(tops_ptr + slot, m, mask=live)  # by each program of the row, the same
         tl.store(weights_ptr + slot, denominator, mask=live)
         tl.store(sums_ptr + slot[:, None] * DIM_V + dv, acc, mask=live[:, None] & (dv < DIM_V))
         return
@@ -272,7 +302,6 @@ def _merge(
     DIM_V: tl.constexpr,
     SEQS: tl.constexpr,
     ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
     DIM_V_PAD: tl.constexpr,
 ):
     """Writes `out` and, where lse_ptr is given, the LSE of one query row and head whose keys were split."""
@@ -289,7 +318,7 @@ def _merge(
     own = (row - start) * GROUP + head % GROUP
     row_begin = own // ROWS * ROWS
     row_end = tl.minimum(row_begin + ROWS, q_len * GROUP)
-    _, _, _, shares = _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP, KEYS)
+    _, _, _, shares = _cut(q_len, kv_len, row_begin, row_end, left, right, GROUP)
     if shares == 1:
         return  # its one program has finished it
     slot = ((start * by_row + seq * by_seq + row - start) * HEADS + head) * most
@@ -327,20 +356,25 @@ class Tiling:
     """What one program of `_share` holds, and how the compiler treats it."""
 
     rows: int  # query rows of a tile
+    keys: int  # of a tile, MOST_KEYS or a part of it
+    parts: int  # programs that share the columns of V; each works out the scores
     warps: int
     stages: int  # key tiles in flight
 
 
-def key_tile(size: int) -> int:
-    """Keys of a tile for heads padded to `size` columns: 32 KiB of K, and 64 keys at most."""
-    return max(16, min(64, 2**14 // size))
-
-
-def tiling(size: int, few: bool) -> Tiling:
-    """The tiling for heads padded to `size` columns, of sequences of few rows or of more."""
+def tiling(size: int, words: bool, group: int, few: bool) -> Tiling:
+    """The tiling for heads padded to `size` columns, in e4m3 words or not, `group` query heads a kv head, and sequences of few
+    rows or of more."""
+    keys = max(16, min(MOST_KEYS, 2**14 * (1 + words) // size))  # 32 KiB of K
+    warps, stages = 8 if size >= 256 else 4, 1 if size > 512 else 2 if size == 256 else 3
     if few:
-        return Tiling(rows=FEW, warps=8 if size >= 256 else 4, stages=1 if size > 512 else 2 if size == 256 else 3)
-    return Tiling(rows=ROWS, warps=8 if size >= 256 else 4, stages=1 if size > 512 else 2)
+        return Tiling(rows=FEW, keys=keys, parts=1, warps=warps, stages=2 if words and size == 512 else stages)
+    # wgmma takes e4m3 as bf16 from shared memory only: a second pass over K and V costs less where heads are wide.
+    if TOKENS * group <= MANY // 2 or (words and size >= 256):
+        return Tiling(rows=MANY // 2, keys=keys, parts=1, warps=warps, stages=stages)
+    if size == 512:  # one program's sums of all columns would take half of the registers, and leave no room for a third tile
+        return Tiling(rows=MANY, keys=keys, parts=2, warps=4, stages=3)
+    return Tiling(rows=MANY, keys=keys, parts=1, warps=warps, stages=min(stages, 2))
 
 
 def most_shares(keys: int) -> int:
@@ -353,11 +387,9 @@ def _start(launch: Launch) -> None:
     call, arguments = launch.call, launch.arguments
     total_q, heads, _ = call.q.shape
     kv_heads, dim_v = call.k_cache.shape[2], call.v_cache.shape[3]
-    size = max(launch.dim_pad, launch.dim_v_pad)
-    keys = key_tile(size)
     seen = call.page_table.shape[1] * call.k_cache.shape[1]
     if max(arguments["left"], arguments["right"]) < NO_LIMIT:
-        seen = min(seen, arguments["left"] + arguments["right"] + TOKENS + keys)
+        seen = min(seen, arguments["left"] + arguments["right"] + TOKENS + MOST_KEYS)
     most = most_shares(seen)
     by_row = total_q <= TOKENS * call.live_seqs
     slots = total_q if by_row else TOKENS * call.live_seqs
@@ -369,24 +401,35 @@ def _start(launch: Launch) -> None:
         "by_row": int(by_row),
         "by_seq": 0 if by_row else TOKENS,
         "most": most,
-        "KEYS": keys,
         "DIM_V_PAD": launch.dim_v_pad,
     }
-    caches = (call.k_cache, call.v_cache)
-    tma = not INTERPRETED and all(cache.dtype == call.q.dtype and fits_tma(cache, keys) for cache in caches)
+    pools = (call.k_cache, call.v_cache)
+    words = min(launch.dim_pad, launch.dim_v_pad) >= 32 and all(map(fits_words, pools))
+    if words:
+        pools = (call.k_cache.view(torch.int16), call.v_cache.view(torch.int16))
+        arguments = arguments | {"k_strides": pools[0].stride(), "v_strides": pools[1].stride()}
     group = heads // kv_heads
-    kinds = [few for few in (True, False) if (group <= FEW if few else total_q * group > FEW)]
-    for few in kinds:
-        tile = tiling(size, few)
-        _share[(launch.tiles(tile.rows), kv_heads * most)](
+    tiles = {few: tiling(max(launch.dim_pad, launch.dim_v_pad), words, group, few) for few in (True, False)}
+    for few, tile in tiles.items():
+        if not (group <= FEW if few else total_q * group > FEW):
+            continue
+        tma = not INTERPRETED and all((words or pool.dtype == call.q.dtype) and fits_tma(pool, tile.keys) for pool in pools)
+        widths = [width // (1 + words) for width in (launch.dim_pad, launch.dim_v_pad // tile.parts)]
+        k_source, v_source = (
+            descriptor(pool, tile.keys, width) if tma else as_bytes(pool) for pool, width in zip(pools, widths, strict=True)
+        )
+        _share[(launch.tiles(tile.rows) * tile.parts, kv_heads * most)](
             **arguments,
             **both,
-            k_source=descriptor(call.k_cache, keys, launch.dim_pad) if tma else as_bytes(call.k_cache),
-            v_source=descriptor(call.v_cache, keys, launch.dim_v_pad) if tma else as_bytes(call.v_cache),
+            k_source=k_source,
+            v_source=v_source,
             DIM_PAD=launch.dim_pad,
             ROWS=tile.rows,
+            KEYS=tile.keys,
+            PARTS=tile.parts,
             TMA=tma,
             FEW=few,
+            WORDS=words,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
@@ -394,8 +437,8 @@ def _start(launch: Launch) -> None:
     if most > 1:
         names = ["out_ptr", "lse_ptr", "cu_ptr", "used_ptr", "sinks_ptr", "v_scale_ptr", "out_strides", "v_scale_strides"]
         names += ["seqs", "out_scale", "left", "right", "HEADS", "GROUP", "DIM_V", "SEQS"]
-        # ROWS is right for sequences of few rows too: either way they are one tile.
-        _merge[(total_q, heads)](**{n: arguments[n] for n in names}, **both, ROWS=ROWS, num_warps=4, enable_fp_fusion=False)
+        rows = tiles[False].rows  # right for sequences of few rows too, which are one tile either way
+        _merge[(total_q, heads)](**{n: arguments[n] for n in names}, **both, ROWS=rows, num_warps=4, enable_fp_fusion=False)
 
 
 decode = triton_kernel(

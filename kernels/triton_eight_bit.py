@@ -21,7 +21,7 @@ times 256 exceeds 448 and saturates (FlashAttention issue 2577; the LSE stays cl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -397,7 +397,7 @@ def _kernel(name: str, what: str, scheme: Scheme, fault: Fault | None = None) ->
 
 
 FP8, INT8, INT8_V8 = ATTENTIONS["fp8-block"], ATTENTIONS["int8-block"], ATTENTIONS["int8-block-v8"]
-HADAMARD = replace(FP8, about="as fp8-block, q and k turned by a Hadamard transform first", rotated=True)
+HADAMARD = ATTENTIONS["fp8-block-hadamard"]
 
 prefill_fp8 = _kernel("prefill_fp8", "q, k, v and P in e4m3, a scale for 128 rows and for 64 keys.", FP8)
 prefill_fp8_hadamard = _kernel("prefill_fp8_hadamard", "The same, q and k turned by a Hadamard transform first.", HADAMARD)

@@ -10,14 +10,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from oracle.kernels.triton_language import device_function, total  # before Triton: without a GPU it switches the interpreter on
+from oracle.kernels.triton_language import (  # before Triton: without a GPU it switches the interpreter on
+    INTERPRETED,
+    device_function,
+    operand,
+    total,
+)
 
 # isort: split
 
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Two words of two e4m3 codes to two pairs of bf16, 9 instructions.  Sign, exponent and fraction are moved to where bf16 has
+# them, which is exact for subnormals too; 2^120, 0x7b80, makes up for the biases.
+_CODES_TO_BF16 = tl.constexpr("""{
+    .reg .b32 t, u, c;
+    mov.b32 c, 0x7b807b80;
+    shl.b32 t, $2, 4;
+    and.b32 t, t, 0x07f007f0;
+    shl.b32 u, $2, 8;
+    lop3.b32 t, u, 0x80008000, t, 0xea;
+    mul.rn.bf16x2 $0, t, c;
+    shr.b32 t, $2, 4;
+    and.b32 t, t, 0x07f007f0;
+    lop3.b32 t, $2, 0x80008000, t, 0xea;
+    mul.rn.bf16x2 $1, t, c;
+}""")
 
 
 @device_function
@@ -65,12 +87,27 @@ def rows_of(
 
 
 @device_function
-def place(cu_ptr, used_ptr, seqs, GROUP: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr):
+def columns_of(words, dtype: tl.constexpr):
+    """The even and the odd columns of an e4m3 tile, of words of two columns, as operands of `tl.dot`.
+
+    Exact; compiled for bf16, a NaN becomes 480 or -480.
+    """
+    if not INTERPRETED and dtype == tl.bfloat16:
+        # Triton's own conversion of a code passes through the unit that does a quarter of a warp at a time.
+        return tl.inline_asm_elementwise(_CODES_TO_BF16, "=&r,=&r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else:
+        return operand((words & 255).to(tl.uint8), dtype), operand(((words >> 8) & 255).to(tl.uint8), dtype)
+
+
+@device_function
+def place(cu_ptr, used_ptr, seqs, GROUP: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr = 1):
     """The sequence of this program's tile, its first query, its queries and keys, and the tile's rows, of the sequence's own.
 
     There are none, row_begin >= row_end, in tiles that no sequence fills.  All int64.
     """
     tile = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)  # late rows see the most keys: they start first
+    if PARTS > 1:
+        tile //= PARTS  # programs of one tile, side by side
     # Sequence i starts at tile cu[i] * GROUP // ROWS + i, which leaves it at least as many tiles as it fills: the grid
     # follows from sizes alone, without reading the plan on the host.
     i = tl.arange(0, SEQS).to(tl.int64)
@@ -103,3 +140,9 @@ def descriptor(cache: Tensor, keys: int, width: int) -> Any:
     """A pool (pages, page_size, kv_heads, dim) for the copy engine, heads before the rows of a page."""
     cache = cache.transpose(1, 2)
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, keys, width])
+
+
+def fits_words(cache: Tensor) -> bool:
+    """Whether a cache holds e4m3 codes that can be read as 16-bit words of two columns."""
+    even = all(step % 2 == 0 for step in (cache.shape[3], cache.data_ptr(), cache.storage_offset(), *cache.stride()[:3]))
+    return cache.dtype == torch.float8_e4m3fn and cache.stride(3) == 1 and even

@@ -9,9 +9,9 @@ from oracle.ab import Ab
 from oracle.ab_tests import LEVEL, Change, Ruling
 from oracle.bench_text import machine
 from oracle.drift_numbers import count, ends, number, percent
-from oracle.exam_text import Sheet
 from oracle.markdown import code, fenced
 from oracle.report import plain
+from oracle.sheet import Sheet
 
 VERSION = 1  # of the JSON form
 COLUMNS = ("quantity", "before", "after", "after / before", "ruling")

@@ -10,9 +10,9 @@ from typing import Any
 from oracle.bench import Bench, Row, Timed
 from oracle.checkpoints.clusters import Estimate
 from oracle.drift_numbers import count, ends, number, percent
-from oracle.exam_text import Sheet
 from oracle.markdown import code, fenced
 from oracle.report import plain
+from oracle.sheet import Sheet
 
 VERSION = 1  # of the JSON form
 PROTOCOL = (

@@ -16,7 +16,7 @@ from oracle.cli_drift import FILE, check_folders, text_option
 from oracle.progress import progress_bar
 
 if TYPE_CHECKING:
-    from oracle.exam_text import Sheet
+    from oracle.sheet import Sheet
 
 DEFAULTS = {  # device -> families, contexts, batches of `oracle bench`
     "cpu": ("gemma4-global,gemma4-sliding,llama3", "0,1024,4096", "1x128,8x1"),

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from oracle.exam import Judged, only_by
 from oracle.mutants.peers import RULES
 from oracle.mutants.table import MUTANTS
+from oracle.sheet import Sheet
 from oracle.verdict import Outcome, Reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
-    """A table: its title, its columns and its rows."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def markdown(self) -> str:
-        """The table in Markdown, under a heading."""
-        lines = [f"## {self.title}", "", f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
-        cells = ([cell.replace("|", "\\|") for cell in row] for row in self.rows)
-        return "\n".join(lines + [f"| {' | '.join(row)} |" for row in cells]) + "\n"
 
 
 def kinds(judged: Sequence[Judged]) -> Sheet:

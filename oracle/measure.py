@@ -154,8 +154,9 @@ def measure(truth: Truth, call: Call, out: Tensor, lse: Tensor | None) -> Measur
     e = torch.where(finite, e, math.inf)  # in rows without keys too
     e_det = torch.where(live, err.abs() / limits.b_det, 0.0)
     e_det = torch.where(torch.isnan(e_det), torch.where(err == 0, 0.0, math.inf), e_det)
-    rounding = truth.roundoff.u_out * got.abs()  # what the last step alone may have moved it by
-    room = b - (1 + 2 * truth.roundoff.u_out) * truth.roundoff.u_out * want.abs()
+    u_out, a_out = truth.roundoff.u_out, truth.roundoff.a_out
+    rounding = (u_out * got.abs()).clamp(min=a_out)  # what the last step alone may have moved it by
+    room = b - (1 + 2 * u_out) * (u_out * want.abs()).clamp(min=a_out)
     own = torch.where(live & (room > 0), (err.abs() - rounding).clamp(min=0.0) / room, 0.0)
     worst_lse, after, fits_after, lse_wrong = _lse(truth, lse)
     empty = x.empty

@@ -16,7 +16,7 @@ from oracle.summary import again, headline, reasons, setting
 from oracle.verdict import Coverage, Outcome, Ratio, Verdict
 
 if TYPE_CHECKING:
-    from oracle.exam_text import Sheet
+    from oracle.sheet import Sheet
 
 VERSION = 1  # of the JSON form; oracle/schema/verdict.schema.json describes it
 STYLES = {

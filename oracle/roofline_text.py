@@ -7,10 +7,10 @@ from typing import Any
 
 from oracle.bench_text import machine
 from oracle.drift_numbers import count, ends, number, percent
-from oracle.exam_text import Sheet
 from oracle.markdown import code, fenced
 from oracle.report import plain
 from oracle.roofline import Roofline, Row
+from oracle.sheet import Sheet
 
 VERSION = 1  # of the JSON form
 COLUMNS = ("work", "layers", "ms", "share", "GFLOPs", "TFLOP/s", "of the product's")

@@ -58,6 +58,7 @@ def structured(scope: Scope, seed: int, families: Sequence[str]) -> list[Case]:
             + _long_option_cases(scope, seed)
             + _batch_cases(scope, seed)
             + _promised_cases(scope, seed)
+            + _uncapped_cases(scope, seed)
             + _far_cases(scope, seed)
         )
     return cases
@@ -234,6 +235,25 @@ def _promised_cases(scope: Scope, seed: int) -> list[Case]:
         )
         for inputs, dtype in (("tiny-v", "bf16"), ("tiny-v", "fp16"), ("logits-1e36", "bf16"))
         if inputs in PROMISED_CLASSES
+    ]
+
+
+def _uncapped_cases(scope: Scope, seed: int) -> list[Case]:
+    """The largest logits in every format without a softcap, which would leave of them what any format holds."""
+    return [
+        Case(
+            name=f"uncapped/{inputs}/{dtype}",
+            family=_small_family(scope),
+            dtype=dtype,
+            q_lens=(1, 30),
+            kv_lens=(130, 70),
+            page_size=_page_size(scope, 16),
+            inputs=inputs,
+            seed=case_seed(seed, f"uncapped/{inputs}/{dtype}"),
+        )
+        for dtype in scope.record.dtypes
+        for inputs in ("logits-3e3", "logits-3e4")
+        if inputs in scope.input_classes
     ]
 
 

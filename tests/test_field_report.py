@@ -76,8 +76,9 @@ def test_a_kernel_is_judged_by_its_profile_and_again_against_an_incumbent(
 ) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(field.subprocess, "run", ran(VERDICT, calls))
+    how = asked(field, against="emulator")
 
-    facts = field.judged(FIELD["flex-eager"], asked(field, against="emulator"))
+    facts = field.judged_again(FIELD["flex-eager"], how, field.judged(FIELD["flex-eager"], how))
 
     assert [c[c.index("--profile") + 1] for c in calls] == ["quick", "quick"]
     assert "--against" not in calls[0] and calls[1][calls[1].index("--against") + 1] == "emulator"
@@ -85,16 +86,52 @@ def test_a_kernel_is_judged_by_its_profile_and_again_against_an_incumbent(
     assert facts["outcome"] == facts["against"]["outcome"] == "reject"
 
 
+@pytest.mark.parametrize(
+    ("reasons", "times"), [([], 2), (["no-door"], 2), (["looser-contract"], 2), (["no-door", "gain"], 1), (["crash"], 1)]
+)
+def test_only_what_another_incumbent_may_decide_is_judged_again(
+    field: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reasons: list[str], times: int
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(field.subprocess, "run", ran(VERDICT | {"reasons": reasons, "findings": []}, calls))
+    monkeypatch.setattr(field, "kept", lambda verdict: VERDICT | {"reasons": reasons})
+    monkeypatch.setattr(field, "DATA", tmp_path)
+    monkeypatch.setattr(field, "write_page", lambda: None)
+
+    field.judge(["sdpa-math", "sdpa-flash"], asked(field, against="emulator"), 2)
+
+    kernels = json.loads((tmp_path / "cpu.json").read_text())["kernels"]
+    assert len(calls) == 2 * times
+    assert [name for name, facts in kernels.items() if ("against" in facts) == (times == 2)] == ["sdpa-flash", "sdpa-math"]
+
+
 def test_no_verdict_says_why(field: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(field.subprocess, "run", ran(None, [], stderr="oracle: cannot be loaded"))
-    assert field.judged(FIELD["torch-math"], asked(field))["said"] == "oracle: cannot be loaded"
+    assert field.judged(field.ROWS["sdpa-math"], asked(field))["said"] == "oracle: cannot be loaded"
 
     def late(*_: Any, **__: Any) -> None:
         raise subprocess.TimeoutExpired("oracle", 5.0)
 
     monkeypatch.setattr(field.subprocess, "run", late)
-    assert field.judged(FIELD["torch-math"], asked(field))["said"] == "no verdict after 5 s"
+    assert field.judged(field.ROWS["sdpa-math"], asked(field))["said"] == "no verdict after 5 s"
     assert field.judged(FIELD["sage"], asked(field))["unavailable"] == "is not for cpu"
+
+
+def test_a_second_verdict_that_came_too_late_is_said_beside_the_first(field: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late_the_second_time(command: list[str], **_: Any) -> Any:
+        if "--against" in command:
+            raise subprocess.TimeoutExpired("oracle", 5.0)
+        return ran(VERDICT, [])(command)
+
+    monkeypatch.setattr(field.subprocess, "run", late_the_second_time)
+    how = asked(field, against="triton-prefill-16")
+    facts = field.judged_again(FIELD["flex-eager"], how, field.judged(FIELD["flex-eager"], how))
+    whole = {"machine": {"device": "CPU, AVX512", "python": "3.11"}, "kernels": {"flex-eager": facts}}
+
+    text = field.page("# Field\n\n<!-- ci/field.py: cpu -->\n<!-- end -->\n", {"cpu": whole})
+
+    assert facts["outcome"] == "reject" and facts["against"]["outcome"] is None
+    assert "against triton-prefill-16: no verdict after 5 s |" in text and "None" not in text
 
 
 def test_the_page_has_a_row_for_every_kernel_judged_and_a_reason_for_every_one_that_is_not(field: ModuleType) -> None:
@@ -102,7 +139,7 @@ def test_the_page_has_a_row_for_every_kernel_judged_and_a_reason_for_every_one_t
     whole = {
         "machine": {"device": "CPU, AVX512", "python": "3.11"},
         "kernels": {
-            "torch-math": judged,
+            "sdpa-math": judged,
             "mlx-16": {"version": "", "unavailable": "mlx is not installed: pip install mlx"},
             "sage": {"version": "", "unavailable": "is not for cpu"},
         },
@@ -110,7 +147,7 @@ def test_the_page_has_a_row_for_every_kernel_judged_and_a_reason_for_every_one_t
 
     text = field.page("# Field\n\n<!-- ci/field.py: cpu -->\nold\n<!-- end -->\n", {"cpu": whole})
 
-    assert "old" not in text and "`torch-math`: PyTorch" in text and "2 x crash" in text
+    assert "old" not in text and "`sdpa-math`: PyTorch" in text and "2 x crash" in text
     assert f"| `mlx-16`: MLX, {FIELD['mlx-16'].about} | cpu | mlx is not installed: pip install mlx |" in text
     assert f"| `jax-fp32`: JAX, {FIELD['jax-fp32'].about} | cpu | not judged yet |" in text
     assert "sage" not in text  # it is for another machine
@@ -122,7 +159,7 @@ def test_the_committed_page_is_that_of_the_committed_verdicts(field: ModuleType)
     page = (ROOT / "docs" / "field.md").read_text()
 
     assert machines and field.page(page, machines) == page
-    assert {name for whole in machines.values() for name in whole["kernels"]} <= set(FIELD)
+    assert {name for whole in machines.values() for name in whole["kernels"]} <= set(field.ROWS)
 
 
 FOUND = read(ROOT / "ci" / "cases" / "field")
@@ -135,5 +172,7 @@ def test_a_finding_is_a_small_case_of_an_adapter_that_takes_it_and_the_page_has_
     scope = Scope(record=kernel.record, parameters=frozenset(inspect.signature(kernel).parameters))
 
     assert file.kernel in {row.target for row in FIELD.values()}
-    assert scope.refuses(file.case) is None and file.case.family.q_heads == len(file.case.q_lens) == 1
-    assert f"`oracle replay {file.path.relative_to(ROOT)}`" in (ROOT / "docs" / "findings.md").read_text()
+    assert scope.refuses(file.case) is None and file.case.family.kv_heads == len(file.case.q_lens) == 1
+    device = " --device cuda" if "--device cuda" in file.path.read_text() else ""
+    assert device or "cpu" in next(row.devices for row in FIELD.values() if row.target == file.kernel)
+    assert f"`oracle replay {file.path.relative_to(ROOT)}{device}`" in (ROOT / "docs" / "findings.md").read_text()

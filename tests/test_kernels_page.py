@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,9 @@ def kernels_page() -> ModuleType:
     spec = importlib.util.spec_from_file_location("kernels_page", ROOT / "ci" / "gpu" / "kernels_page.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "ci" / "gpu"))
     spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "ci" / "gpu"))
     return module
 
 
@@ -49,6 +52,23 @@ def test_a_kernel_under_its_bar_is_said_with_the_number(kernels_page: ModuleType
         run["pairs"][0].update(bar=0.42, ratio=0.4)
 
     assert "0.42: **missed by 0.020**" in kernels_page.pairs(runs)
+
+
+def test_a_kernel_in_8_bits_says_its_verdict_and_by_how_much_it_misses_its_bar(kernels_page: ModuleType) -> None:
+    """By the lock, or else by a verdict that is no part of it."""
+    locked = {"triton-fp8-lazy": {"verdict": "reject", "door": "", "reason": "error-exceeds-bound"}}
+    told = {"triton-fp8": {"outcome": "reject", "door": "", "reasons": ["gain"], "figures": {"max_e": 8.0}}}
+    timed = [
+        {"kernel": "fp8, codes ready", "bar": 1.2, "over_tilelang": 0.7},
+        {"kernel": "int8, codes ready", "bar": 1.2, "over_tilelang": 1.3},
+    ]
+
+    lines = kernels_page.kinds(locked, told, {"runs": {}}, timed).splitlines()
+
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
+    assert rows["`triton-fp8-lazy`"][:4] == ["reject", "error-exceeds-bound", "", ""]
+    assert rows["`triton-fp8`"] == ["reject", "gain", "8", "", "", "0.7 (**1.2 missed by 0.500**)"]
+    assert rows["`triton-int8`"] == ["not judged", "", "", "", "", "1.3"]
 
 
 def test_a_kernel_that_was_not_measured_says_why(kernels_page: ModuleType) -> None:

@@ -55,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loosened",),
     ("lock",),
     ("files",),
-    ("contract", "formats", "errors", "oracle"),
+    ("contract", "formats", "errors", "oracle", "sheet"),
 )
 
 # What the packages below the judging may import besides themselves.

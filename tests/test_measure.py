@@ -427,6 +427,16 @@ def test_what_a_kernel_uses_of_its_room_leaves_out_the_rounding_of_the_output() 
     assert measured(CASE, exact + limit).worst_own == pytest.approx(1.0, abs=2 * u * float((limit / room).max()))
 
 
+def test_an_output_below_the_normal_numbers_uses_nothing_by_its_rounding() -> None:
+    """There a step has one size, whatever the output's: half of it is more than u |out|."""
+    small = replace(CASE, dtype="fp16", inputs="tiny-v")
+    truth, _ = truth_of(small)
+    out, _ = exactly(small)
+
+    assert truth.roundoff.a_out > float((truth.roundoff.u_out * truth.exact.out.abs()).median())
+    assert measured(small, out).worst_own == 0.0 < measured(small, out).worst.units
+
+
 def test_ties_are_believed_only_as_far_as_their_sum_reaches() -> None:
     """A correct kernel is far from the limit on keys of two weights, where the sum over single keys alone would reject it."""
     call = two_valued()

@@ -429,6 +429,18 @@ def test_batch_invariance_is_reported_and_demanded_only_where_declared() -> None
     assert put(lambda call, kept: right(call), replace(RECORD, batch_invariant=True), *names).notes == invariant.notes[:1]
 
 
+@pytest.mark.parametrize("name", ["batch-position", "batch-mates", "batch-size", "split-count", "padding"])
+@pytest.mark.parametrize("other", [Arithmetic(tile=128), Arithmetic(splits=4)], ids=["tile", "splits"])
+def test_another_tile_or_split_moves_bits_of_some_base_whatever_the_seed(name: str, other: Arithmetic) -> None:
+    """Else a kernel that chooses them by its batch would look invariant: sequences of one tile or two heads are too little."""
+    for seed in range(3):
+        calls = [
+            without_fill(lay_out(base.case, base.material, fill=Fill.STALE, salt=0))
+            for base, _ in bases(name, RELATIONS[name], SCOPE, seed)
+        ]
+        assert any(not torch.equal(emulate(call, other)[0], right(call)[0]) for call in calls), seed
+
+
 def test_other_bits_that_need_not_stay_are_told_by_relation() -> None:
     related = put(lambda call, kept: emulate(call, Arithmetic(tile=call.k_cache.shape[1])), RECORD, "page-size", "chunks")
 
@@ -445,7 +457,8 @@ def test_bits_are_demanded_as_far_as_the_record_declares_them(name: str) -> None
 
     def varies(call: Call, kept: dict[Any, Any]) -> Answer:
         kept["calls"] = kept.get("calls", 0) + 1
-        return one_place_off(right(call)) if kept["calls"] % 2 == 0 else right(call)
+        out, lse = right(call)
+        return (out, torch.nextafter(lse, lse + 1)) if kept["calls"] % 2 == 0 else (out, lse)
 
     pages = RELATIONS[name].level is Level.PAGES
     assert put(varies, RECORD, name).findings != ()

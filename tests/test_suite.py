@@ -138,6 +138,16 @@ def test_a_row_becomes_the_case_that_it_describes(default: Suite) -> None:
     assert all((c.sinks != "none") == c.family.sinks for c in cases)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_every_format_meets_the_largest_logits_without_a_softcap(seed: int) -> None:
+    """Under a cap no logit leaves the range of fp16: a kernel that keeps them in fp16 would pass."""
+    record = Record(dtypes=("bf16", "fp16", "fp32"), head_dims=(64,))
+    cases = build(Scope(record=record, parameters=ALL), profile="default", seed=seed).cases
+    met = {(c.dtype, c.inputs) for c in cases if not c.family.softcap and not c.cache_dtype and max(c.kv_lens) > 64}
+
+    assert met >= {(dtype, inputs) for dtype in record.dtypes for inputs in ("logits-3e3", "logits-3e4")}
+
+
 def test_every_way_to_limit_a_window_is_judged() -> None:
     """Left, right, both, neither, under the causal rule and without; -1 is no limit."""
     ways = {(causal, left >= 0, right >= 0) for causal, (left, right) in MASKS.values()}

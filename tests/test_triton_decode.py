@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from test_triton_prefill import DEVICE, E4M3, assert_right, assert_same_bits, case, run
+from torch import Tensor
 
-from oracle.contract import OPTIONAL, REQUIRED
+from oracle.contract import OPTIONAL, REQUIRED, Call
 from oracle.kernels import triton_decode
-from oracle.kernels.triton_decode import SHARE, TOKENS, decode, key_tile, most_shares, tiling
+from oracle.kernels.triton_decode import MANY, MOST_KEYS, SHARE, TOKENS, Tiling, decode, most_shares, tiling
 
 # One share, several of 128 keys, of 256 keys; few rows and more; more tokens than are split; no query, no key.
 LONG = ((1, 8, 2, 0, TOKENS + 1, 3), (100, 300, 530, 70, 260, 0))
@@ -115,6 +116,52 @@ def test_strides_and_a_given_out_change_no_bit_and_rows_past_the_plan_are_untouc
     assert bool((out[5:] == 123.0).all() and (out[:5] != 123.0).all())
 
 
+def test_every_finite_e4m3_code_is_taken_for_what_it_is() -> None:
+    """Of a single key the output is V, and the LSE of the query that picks a column is that of K: once even, once odd."""
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127] + [0, 0], dtype=torch.uint8, device=DEVICE)
+    pool = torch.zeros(2, 16, 1, 256, dtype=torch.uint8, device=DEVICE)
+    pool[:, 0, 0] = torch.stack([codes, codes.roll(1)])
+    call = Call(
+        q=torch.eye(256, dtype=torch.bfloat16, device=DEVICE).expand(2, -1, -1),
+        k_cache=pool.view(E4M3),
+        v_cache=pool.view(E4M3),
+        cu_seqlens_q=torch.arange(3, dtype=torch.int32, device=DEVICE),
+        seqused_k=torch.ones(2, dtype=torch.int32, device=DEVICE),
+        page_table=torch.arange(2, dtype=torch.int32, device=DEVICE)[:, None],
+        softmax_scale=1.0,
+    )
+
+    out, lse = run(call, decode)
+
+    expected = pool[:, 0].view(E4M3).float()
+    assert torch.equal(out.float(), expected.expand_as(out))
+    torch.testing.assert_close(lse, expected[:, 0], rtol=2.0**-21, atol=0.0)
+
+
+@pytest.mark.parametrize("dim", [33, 34])
+def test_an_e4m3_cache_in_which_columns_do_not_pair_up_will_do(dim: int) -> None:
+    call = case(((3,), (140,)), dims=(dim, dim), cache_dtype=E4M3)
+    wide = torch.zeros(*call.k_cache.shape[:3], 2 * dim, dtype=torch.uint8, device=DEVICE)
+    wide[..., ::2] = call.k_cache.view(torch.uint8)
+
+    assert_right(call, decode)
+    assert_right(replace(call, k_cache=wide.view(E4M3)[..., ::2]), decode)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+def test_programs_that_share_the_columns_of_v_give_the_bits_of_one(
+    cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = case(((3, 9), (300, 20)), dims=(64, 72), cache_dtype=cache_dtype, sinks=torch.linspace(-2.0, 2.0, 4))
+    found = []
+    for parts in (1, 2):
+        monkeypatch.setattr(triton_decode, "tiling", lambda *_, p=parts: Tiling(rows=MANY, keys=32, parts=p, warps=4, stages=2))
+        assert_right(call, decode)
+        found.append(run(call, decode))
+
+    assert_same_bits(*found)
+
+
 def share_of(seen: int) -> int:
     """Keys of a share, where so many are seen: the power of two from SHARE on whose square is 32 times that or more."""
     share = SHARE
@@ -136,20 +183,28 @@ def test_shares_are_many_and_their_sums_are_few_beside_the_cache() -> None:
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_the_tiles_of_every_declared_head_dim_fit_into_shared_memory(few: bool) -> None:
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("group", [1, 4, 8, 64])
+def test_the_tiles_of_every_declared_head_dim_fit_into_shared_memory(group: int, words: bool, few: bool) -> None:
     for dim in {max(dims) for dims in (*((d, d) for d in decode.record.head_dims), *decode.record.uneven_head_dims)}:
         size = max(16, 1 << (dim - 1).bit_length())
-        tile = tiling(size, few)
-        dim_v = min(size, 512)  # K of 576 columns has a V of 512
-        # K and V in flight, and the rows of q that wgmma reads from shared memory
-        held = 2 * key_tile(size) * (size + dim_v) * (tile.stages if few else max(1, tile.stages - 1)) + 2 * tile.rows * size * (
-            not few
-        )
+        tile = tiling(size, words, group, few)
+        columns = size + min(size, 512) // tile.parts  # of K and V; K of 576 columns has a V of 512
+        q, operands = 2 * tile.rows * size, 2 * tile.keys * columns
+        # Beside the tiles in flight: q, where wgmma reads it or it is read again for each tile, and e4m3 as wgmma takes it.
+        if tile.rows < MANY:
+            held = operands // (1 + words) * max(1, tile.stages - 1) + q
+        else:
+            held = operands * (1 if words else tile.stages) + operands // 2 * (tile.stages - 1) * words + q
+        assert MOST_KEYS % tile.keys == 0
         assert held <= SHARED_MEMORY, (dim, held)
 
 
-def test_a_share_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits are tight enough for the cases to mean something: without one share of three they are exceeded."""
-    monkeypatch.setattr(triton_decode, "most_shares", lambda keys: 2)
+def test_a_share_that_is_left_out_is_seen() -> None:
+    """The limits are tight enough for the cases to mean something: without the last share of three they are exceeded."""
+
+    def without(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, seqused_k: Tensor, **rest: Any) -> Any:
+        return decode(q, k_cache, v_cache, seqused_k=(seqused_k - 1) // SHARE * SHARE, **rest)
+
     with pytest.raises(AssertionError, match=r"off by|largest excess"):
-        assert_right(case(((1,), (300,)), heads=(1, 1), dims=(32, 32)), decode)
+        assert_right(case(((1,), (300,)), heads=(1, 1), dims=(32, 32)), without)

@@ -3,12 +3,11 @@
     PYTHONPATH=. python3 ci/gpu/decode.py OUT [PART...]
 
 writes OUT/decode.json.  Parts: `table` (rates beside those of a copy in the same process, errors, and whether a sequence has
-the same bits alone) and `tilings` (other tilings at the shapes that have a bar); without a PART, `table`.  Under a minute each.
+the same bits alone) and `tilings` (other tilings at the shapes that have a bar); without a PART, `table`.  About a minute each.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import sys
@@ -68,6 +67,17 @@ SHAPES: dict[Shape, float | None] = {  # shape -> the least ratio asked for, whe
     **{replace(shape, cache="e4m3", tokens=tokens): BAR for shape in (GLOBAL, LLAMA) for tokens in (1, 5)},
     **{replace(shape, page=16): None for shape in (GLOBAL, LLAMA)},
     **{replace(shape, batch=1, keys=131072): None for shape in (GLOBAL, LLAMA)},
+}
+
+
+TILINGS_S = 55.0
+CANDIDATES = {  # shape -> rows, keys, parts, warps and stages of tilings beside the shipped one
+    replace(GLOBAL, tokens=5): [(32, 32, 1, 8, 3), (64, 32, 2, 4, 2), (64, 16, 2, 4, 4)],
+    replace(GLOBAL, tokens=5, cache="e4m3"): [(64, 32, 2, 4, 3), (16, 64, 1, 8, 3)],
+    replace(GLOBAL, cache="e4m3"): [(16, 32, 1, 4, 4), (16, 64, 1, 8, 4), (16, 64, 1, 8, 3)],
+    replace(LLAMA, tokens=5, cache="e4m3"): [(32, 64, 1, 4, 4), (32, 64, 1, 8, 3)],
+    replace(LLAMA, cache="e4m3"): [(16, 64, 1, 4, 4)],
+    replace(LLAMA, tokens=5): [(64, 64, 1, 4, 2), (32, 64, 1, 4, 2)],
 }
 
 
@@ -191,25 +201,31 @@ def table() -> Iterator[list[Facts]]:
 
 
 def tilings() -> Iterator[list[Facts]]:
-    """Other tilings for the sequences of few rows and of more, at the shapes with a bar; the shipped one has no say here."""
+    """What else was thought of for the shapes with a bar, most promising first: none is begun after TILINGS_S seconds."""
     found: list[Facts] = []
     shipped = triton_decode.tiling
-    for shape in (s for s, bar in SHAPES.items() if bar):
-        asked = problem(shape)
-        rows = 16 if shape.tokens * shape.q_heads // shape.kv_heads <= 16 else 64
-        for warps, stages in itertools.product((4, 8), (1, 2, 3, 4)):
-            one = Tiling(rows=rows, warps=warps, stages=stages)
-            triton_decode.tiling = lambda size, few, one=one: one if few == (one.rows == 16) else shipped(size, few)  # type: ignore[misc]
-            facts: Facts = {"shape": asdict(shape), "tiling": asdict(one), "shipped": one == shipped(shape.dim, rows == 16)}
-            try:
-                asked.call(decode)
-                facts |= beside_a_copy(partial(asked.call, decode), shape.bytes)
-            except Exception as error:  # what does not fit is a finding here
-                facts["refused"] = f"{type(error).__name__}: {str(error)[:200]}"
-            found.append(facts)
-            print(facts, flush=True)
-            yield found
-    triton_decode.tiling = shipped
+    begin = time.perf_counter()
+    try:
+        for shape, others in CANDIDATES.items():
+            asked = problem(shape)
+            few = shape.tokens * shape.q_heads // shape.kv_heads <= triton_decode.FEW
+            for one in (Tiling(rows=r, keys=k, parts=p, warps=w, stages=s) for r, k, p, w, s in others):
+                if time.perf_counter() - begin > TILINGS_S:
+                    return
+                triton_decode.tiling = lambda size, words, group, kind, one=one, few=few: (  # type: ignore[assignment, misc]
+                    one if kind == few else shipped(size, words, group, kind)
+                )
+                facts: Facts = {"shape": asdict(shape), "tiling": asdict(one)}
+                try:
+                    asked.call(decode)
+                    facts |= beside_a_copy(partial(asked.call, decode), shape.bytes)
+                except Exception as error:  # what does not fit is a finding here
+                    facts["refused"] = f"{type(error).__name__}: {str(error)[:200]}"
+                found.append(facts)
+                print(facts, flush=True)
+                yield found
+    finally:
+        triton_decode.tiling = shipped
 
 
 def main() -> None:

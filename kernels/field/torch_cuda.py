@@ -2,6 +2,9 @@
 
 The memory-efficient one has no GQA, FLASH no mask but torch's own lower-right causal bias, cuDNN both.  The public function
 returns no LSE.
+
+cuDNN takes no single key: torch refuses it there ("cudnn SDPA does not support key/value sequence length 1") and its dispatcher
+takes another back end.  So does the adapter, the unfused one, for one key alone; the threshold is declared.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from oracle.contract import SCALES, Answer, Call, Precision, Record, contract_kernel
 from oracle.kernels.field.sequences import Attend, Dense, by_sequence
 
+_FEWEST_KEYS_CUDNN = 2
+
 
 def _attend(backend: SDPBackend) -> Attend:
     """One back end over one sequence."""
@@ -25,7 +30,8 @@ def _attend(backend: SDPBackend) -> Attend:
         if not square and not dense.full:
             lower_right = backend is SDPBackend.FLASH_ATTENTION
             mask = causal_lower_right(q.shape[2], k.shape[2]) if lower_right else dense.mask()[None, None]
-        with sdpa_kernel(backend):
+        alone = backend is SDPBackend.CUDNN_ATTENTION and k.shape[2] < _FEWEST_KEYS_CUDNN
+        with sdpa_kernel(SDPBackend.MATH if alone else backend):
             out = scaled_dot_product_attention(
                 q,
                 k,
@@ -68,7 +74,9 @@ def flash(call: Call, _: bool) -> Answer:
     return by_sequence(call, _attend(SDPBackend.FLASH_ATTENTION))
 
 
-@contract_kernel(Record(head_dims=(64, 80, 96, 128), page_sizes=_PAGES, devices=("cuda",)), lacks=_LACKS)
+@contract_kernel(
+    Record(head_dims=(64, 80, 96, 128), page_sizes=_PAGES, devices=("cuda",), thresholds=(_FEWEST_KEYS_CUDNN,)), lacks=_LACKS
+)
 def cudnn(call: Call, _: bool) -> Answer:
-    """Attention by torch's cuDNN back end."""
+    """Attention by torch's cuDNN back end, of one key alone by its unfused one."""
     return by_sequence(call, _attend(SDPBackend.CUDNN_ATTENTION))

@@ -6,6 +6,7 @@ from oracle.contract import Record
 from oracle.geometry import Lengths
 from oracle.streams import Stream
 
+SHORT, LONG = (20, 70), (150, 280)  # keys of one tile, or a little more, and of several
 ROWS = 64  # where kernels commonly change from one tile to another: 63, 64 and 65 rows are always compared
 
 
@@ -15,12 +16,8 @@ def _some(stream: Stream, low: int, high: int, count: int = 1) -> list[int]:
 
 
 def mixed(stream: Stream, page: int, record: Record) -> list[Lengths]:
-    """Decode beside short prefills."""
-    batches: list[Lengths] = []
-    for _ in range(2):
-        keys = _some(stream, 17, 50, 3)
-        batches.append(((1, 3, 5), (keys[0], keys[1], keys[2])))
-    return batches
+    """Decode beside short prefills, of few keys and then of several tiles, which alone show how they are split."""
+    return [((1, 3, 5), tuple(_some(stream, low, high, 3))) for low, high in (SHORT, LONG)]
 
 
 def short_prompt(stream: Stream, page: int, record: Record) -> list[Lengths]:
@@ -50,19 +47,25 @@ def prefixed(stream: Stream, page: int, record: Record) -> list[Lengths]:
 
 
 def alike(stream: Stream, page: int, record: Record) -> list[Lengths]:
-    """Four sequences of equal lengths, so that any may stand in another's place."""
-    return [((3,) * 4, (n,) * 4) for n in _some(stream, 20, 70, 2)]
+    """Four sequences of equal lengths, so that any may stand in another's place, of few keys and then of several tiles."""
+    return [((3,) * 4, tuple(_some(stream, low, high)) * 4) for low, high in (SHORT, LONG)]
 
 
 def company(stream: Stream, page: int, record: Record) -> list[Lengths]:
     """A long decode step and a short one among prefills."""
-    return [((1, 4, 1, 9), (long, 20, 5, 33)) for long in _some(stream, 150, 280, 2)]
+    return [((1, 4, 1, 9), (long, 20, 5, 33)) for long in _some(stream, *LONG, 2)]
 
 
 def many_rows(stream: Stream, page: int, record: Record) -> list[Lengths]:
-    """A decode batch of one sequence more than ROWS + 1, and than each declared threshold + 1; two are of several tiles."""
-    sizes = [ROWS + 2, *(t + 2 for t in record.thresholds)]
-    return [((1,) * n, (200, 130, *_some(stream, 2, 20, n - 2))) for n in sizes]
+    """A decode batch of one sequence more than ROWS + 1, and than each declared threshold + 1; up to eight are of several tiles.
+
+    Of two such sequences with one head, tiles of 64 and of 128 keys gave the same bits with two seeds of twelve; of eight, never.
+    """
+    batches: list[Lengths] = []
+    for n in (ROWS + 2, *(t + 2 for t in record.thresholds)):
+        several = max(2, min(8, n // 4))
+        batches.append(((1,) * n, (200, 130, *_some(stream, *LONG, several - 2), *_some(stream, 2, 20, n - several))))
+    return batches
 
 
 def one_long(stream: Stream, page: int, record: Record) -> list[Lengths]:
