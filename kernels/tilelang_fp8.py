@@ -6,7 +6,6 @@ them.  Libraries are found as those of `tilelang_prefill` are, and compiled just
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -15,34 +14,20 @@ from torch import Tensor
 from oracle.contract import SCALES, Answer, Call, DeclaredKernel, contract_kernel
 from oracle.kernels.eight_bit import ATTENTIONS, K_BLOCK, record_of
 from oracle.kernels.tilelang_families import FP8_FAMILIES, Fp8Family
-from oracle.kernels.tilelang_prefill import Runnable, compiled
+from oracle.kernels.tilelang_prefill import LOG2E, UNIT, Runnable, aligned, check_operands, compiled
 from oracle.kernels.triton_host import NO_LIMIT, launch_for
 from oracle.kernels.triton_quantise import Codes, quantised
 
 FP8 = ATTENTIONS["fp8-block"]
-_LOG2E = 1.0 / math.log(2.0)
-_UNIT = 8  # elements that the kernel counts the strides of `out` in
 
 
 def _check(family: Fp8Family, call: Call) -> None:
     """Raises: ValueError where the kernel cannot do what it is asked."""
     who, q = f"kernels/tilelang_fp8.py {family.name}", call.q
-    if q.device.type != "cuda":
-        raise ValueError(f"{who}: q is on {q.device}; expected a Hopper GPU (compute capability 9.0)")
-    if (got := torch.cuda.get_device_capability(q.device)) != (9, 0):
-        raise ValueError(f"{who}: q is on a GPU of compute capability {got[0]}.{got[1]}; expected 9.0 (H100, H200)")
-    for name, x in (("q", q), ("k_cache", call.k_cache), ("v_cache", call.v_cache)):
-        if x.dtype != torch.bfloat16 or x.shape[-1] != family.head_dim:
-            raise ValueError(f"{who}: {name} is {x.dtype}, head dim {x.shape[-1]}; expected bfloat16, {family.head_dim}")
+    check_operands(who, family.head_dim, q, call.k_cache, call.v_cache)
     if q.shape[1] != family.group * call.k_cache.shape[2]:
         got_heads = f"q has {q.shape[1]} heads and the caches {call.k_cache.shape[2]}"
         raise ValueError(f"{who}: {got_heads}; expected {family.group} query heads a kv head")
-
-
-def _writable(out: Tensor) -> bool:
-    """Whether the kernel can write to `out`: its last dim dense, all else at multiples of 16 bytes."""
-    steps = (stride for stride, size in zip(out.stride()[:-1], out.shape[:-1], strict=True) if size > 1)
-    return out.stride(-1) == 1 and out.data_ptr() % 16 == 0 and all(stride % _UNIT == 0 for stride in steps)
 
 
 def attend(family: Fp8Family, call: Call, codes: Codes, out: Tensor, lse: Tensor, kernel: Runnable | None = None) -> None:
@@ -71,9 +56,9 @@ def attend(family: Fp8Family, call: Call, codes: Codes, out: Tensor, lse: Tensor
         "steps": (seqs - 1).bit_length(),
         "left": left,
         "right": 0 if call.causal else right,
-        "scale2": call.softmax_scale * _LOG2E,
-        "out_row": out.stride(0) // _UNIT,
-        "out_head": out.stride(1) // _UNIT,
+        "scale2": call.softmax_scale * LOG2E,
+        "out_row": out.stride(0) // UNIT,
+        "out_head": out.stride(1) // UNIT,
         "rows": rows,
         "heads": call.q.shape[1],
         "plan": seqs,
@@ -93,7 +78,7 @@ def _run(family: Fp8Family, call: Call) -> tuple[Tensor, Tensor]:
     lse = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
     if call.live_seqs == 0 or call.q.shape[0] == 0:
         return result, lse
-    target = result if _writable(result) else result.contiguous()
+    target = result if aligned(result) else result.contiguous()
     attend(family, call, quantised(launch_for(call, target, lse), FP8), target, lse)
     if target is not result:
         result.copy_(target)

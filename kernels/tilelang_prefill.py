@@ -23,8 +23,8 @@ from oracle.kernels.tilelang_families import FAMILIES, PAGE_SIZES, Family, Fp8Fa
 
 FOLDER = "ATTENTION_ORACLE_LIBRARIES"
 _NO_LIMIT = 2**30  # a window bound that no sequence reaches and that int32 sums survive
-_UNIT = 8  # elements that the kernels count strides in: 16 bytes, what TMA needs
-_LOG2E = 1.0 / math.log(2.0)
+UNIT = 8  # elements that the kernels count strides in: 16 bytes, what TMA needs
+LOG2E = 1.0 / math.log(2.0)
 
 
 class Runnable(Protocol):
@@ -79,22 +79,27 @@ def _compiled(family: Family | Fp8Family, page_size: int, folder: str | None, de
     return just_in_time(family, page_size)
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Whether vector loads and TMA can read x: the last dim dense, all else at multiples of 16 bytes."""
     steps = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % _UNIT == 0 for stride in steps)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % UNIT == 0 for stride in steps)
 
 
-def _check(family: Family, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises: ValueError where the kernel cannot do what it is asked."""
-    who = f"kernels/tilelang_prefill.py {family.name}"
+def check_operands(who: str, head_dim: int, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises: ValueError, which begins with `who`, where q is not on a Hopper GPU or an operand not bf16 of that head dim."""
     if q.device.type != "cuda":
         raise ValueError(f"{who}: q is on {q.device}; expected a Hopper GPU (compute capability 9.0)")
     if (got := torch.cuda.get_device_capability(q.device)) != (9, 0):
         raise ValueError(f"{who}: q is on a GPU of compute capability {got[0]}.{got[1]}; expected 9.0 (H100, H200)")
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dtype != torch.bfloat16 or x.shape[-1] != family.head_dim:
-            raise ValueError(f"{who}: {name} is {x.dtype}, head dim {x.shape[-1]}; expected bfloat16, {family.head_dim}")
+        if x.dtype != torch.bfloat16 or x.shape[-1] != head_dim:
+            raise ValueError(f"{who}: {name} is {x.dtype}, head dim {x.shape[-1]}; expected bfloat16, {head_dim}")
+
+
+def _check(family: Family, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises: ValueError where the kernel cannot do what it is asked."""
+    who = f"kernels/tilelang_prefill.py {family.name}"
+    check_operands(who, family.head_dim, q, k_cache, v_cache)
     if q.shape[1] != family.group * k_cache.shape[2] or k_cache.shape != v_cache.shape:
         raise ValueError(
             f"{who}: q is {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
@@ -103,16 +108,16 @@ def _check(family: Family, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     if k_cache.shape[1] not in PAGE_SIZES:
         raise ValueError(f"{who}: the page size is {k_cache.shape[1]}; expected one of {PAGE_SIZES}")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not _aligned(x):
+        if not aligned(x):
             raise ValueError(
-                f"{who}: {name} has strides {x.stride()}; expected a dense last dim and multiples of {_UNIT} elements, "
+                f"{who}: {name} has strides {x.stride()}; expected a dense last dim and multiples of {UNIT} elements, "
                 "from a 16-byte boundary: pad its rows"
             )
 
 
 def _units(x: Tensor, *names: str) -> dict[str, int]:
     """The strides of x but for the last, in units of 8 elements; any legal one where a dim has one entry."""
-    return {name: stride // _UNIT if stride % _UNIT == 0 else 1 for name, stride in zip(names, x.stride(), strict=False)}
+    return {name: stride // UNIT if stride % UNIT == 0 else 1 for name, stride in zip(names, x.stride(), strict=False)}
 
 
 def _run(family: Family, call: Call) -> tuple[Tensor, Tensor]:
@@ -127,8 +132,8 @@ def _run(family: Family, call: Call) -> tuple[Tensor, Tensor]:
     if seqs == 0 or q.shape[0] == 0:
         return result, lse
     left, right = (call.window_size[0], 0) if call.causal else call.window_size
-    q = q if _aligned(q) else q.contiguous()
-    target = result if _aligned(result) else result.contiguous()
+    q = q if aligned(q) else q.contiguous()
+    target = result if aligned(result) else result.contiguous()
     values = {
         "q": q,
         "k": k_cache,
@@ -143,7 +148,7 @@ def _run(family: Family, call: Call) -> tuple[Tensor, Tensor]:
         "steps": (seqs - 1).bit_length(),
         "left": _NO_LIMIT if left < 0 else min(left, _NO_LIMIT),
         "right": _NO_LIMIT if right < 0 else min(right, _NO_LIMIT),
-        "scale2": call.softmax_scale * _LOG2E,
+        "scale2": call.softmax_scale * LOG2E,
         "rows": q.shape[0],
         "heads": q.shape[1],
         "pages": k_cache.shape[0],
