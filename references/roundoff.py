@@ -11,6 +11,7 @@ MMA = 16  # products that one tensor-core instruction adds at once
 TRUNCATIONS = 3.25  # places of a float32 accumulator that 16 products cost where one addend outweighs them (numerics.md 2.2)
 TRUNCATIONS_FP22 = 8.5  # the same of an FP22 accumulator, which has no guard bits
 U_FP22 = 2.0**-13
+EXP_FLUSHES = FORMATS["fp32"].smallest_normal  # weights below this may be 0, largest weight = 1 (numerics.md 2.2)
 WORST_CHAIN = 1.13  # truncations per product where every addend is aligned and truncated (numerics.md 2.2)
 
 
@@ -21,7 +22,7 @@ class Roundoff:
     u_out: float  # rounding of the output
     a_out: float  # absolute error of an output under the smallest normal
     u_p: float  # rounding of P before P.V
-    a_p: float  # absolute error of a P under the smallest normal, largest P = 1
+    a_p: float  # absolute error of a P that underflows in its format or in exp2, largest P = 1
     p_step: float  # step of an integer P, largest P = 1; 0 where P is floating point
     u_product: float  # rounding of one product: 0 where both factors have 16 bits or fewer
     u_acc: float
@@ -53,7 +54,7 @@ def roundoff(precision: Precision, *, dtype: str, out_dtype: str, scaled: bool) 
         u_out=out.u,
         a_out=out.smallest_normal if precision.flush_to_zero else out.smallest_subnormal / 2,
         u_p=0.0 if integer_p else p.u,
-        a_p=a_p / precision.p_scale,
+        a_p=max(a_p / precision.p_scale, EXP_FLUSHES),
         p_step=1 / 127 if integer_p else 0.0,
         u_product=U32 if dtype == "fp32" else 0.0,
         u_acc=precision.u_acc,

@@ -76,7 +76,8 @@ def test_the_constants_are_those_of_the_formats(name: str) -> None:
     f = FORMATS[name]
     r = roundoff(PLAIN, dtype=name, out_dtype=name, scaled=False)
 
-    assert (r.u_out, r.u_p, r.a_out, r.a_p) == (f.u, f.u, f.smallest_subnormal / 2, f.smallest_subnormal / 2)
+    assert (r.u_out, r.u_p, r.a_out) == (f.u, f.u, f.smallest_subnormal / 2)
+    assert r.a_p == (2.0**-25 if name == "fp16" else 2.0**-126), "exp2 flushes what the format of P could hold"
     assert r.u_product == (2.0**-24 if name == "fp32" else 0.0)
     assert (r.u_acc, r.eps_exp, r.eps_tanh) == (2.0**-23, 2.0**-13, 2.0**-11)
     assert (r.u_qk, r.qk_step, r.u_v, r.p_step, r.scales, r.sum_after) == (0.0, 0.0, 0.0, 0.0, 0, False)
@@ -248,6 +249,19 @@ def test_the_bound_holds_where_outputs_are_subnormal_before_v_is_scaled(dtype: s
     e, e_det, _ = units(call, Arithmetic())
 
     assert e <= 1 and e_det <= 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("above", "fits"), [(100.0, True), (80.0, False)])
+def test_weights_that_exp2_flushes_may_be_lost_and_larger_ones_may_not(dtype: str, above: float, fits: bool) -> None:
+    """Logits are a few nats here, and e^-88 is 2^-127.  A kernel on a GPU gave 0 for -4.0e-38, rightly."""
+    call = call_of(replace(CASE, dtype=dtype, kv_lens=(20, 4, 3), q_lens=(20, 4, 3)))
+    exact, b = limits(replace(call, sinks=torch.full((4,), above)))
+    live = ~exact.empty
+    all_flushed = bool((exact.out[live].abs() <= b.b[live]).all())  # a kernel without those weights gives 0
+
+    assert all_flushed == fits
+    assert bool((exact.out[live] != 0).any()), "no weight was there to be lost"
 
 
 @laws

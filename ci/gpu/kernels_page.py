@@ -240,7 +240,7 @@ issue 2577), P.V added up in the tensor core's FP22 from the first key to the la
 
 *Not judged*: no verdict yet; nor are SmolLM2 and blocks of 32,768 tokens measured. `triton-int8` was rejected by `oracle lock` on the
 quick profile: {said["verdicts"]["triton-int8"]["findings"][0]}. That is
-`ex2.approx.ftz`, which flushes weights below 2^-126 of the largest: B has no term for it yet.
+`ex2.approx.ftz`, which flushes weights below 2^-126 of the largest; B has a term for it now (numerics.md 2.2).
 
 Layers that carry the drift:
 

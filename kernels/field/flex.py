@@ -20,11 +20,13 @@ from oracle.contract import SCALES, Answer, Call, Precision, Record, contract_ke
 from oracle.kernels.field.sequences import Attend, Dense, by_sequence
 
 _Flex = Callable[..., Any]
+COMPILED = 256  # head dims, counts of heads, masks, softcaps and formats together, each compiled anew; past 8 torch would refuse
 
 
 @cache
 def _compiled() -> _Flex:
     """One compiled function for all shapes."""
+    torch._dynamo.config.recompile_limit = COMPILED
     compiled: _Flex = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 

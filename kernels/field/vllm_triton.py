@@ -58,6 +58,9 @@ def _run(call: Call, split: bool) -> Tensor:
         softmax_segm_expsum=segments[2],
         sinks=call.sinks,
     )
+    rows = (starts[1:] - starts[:-1]).long()
+    before = torch.repeat_interleave(lens - rows - starts[:-1], rows) + torch.arange(live, device=starts.device)
+    out[:live][before < 0] = 0.0  # no key at or before it: vLLM never asks for such a row
     return out
 
 
