@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,19 +77,45 @@ def generate(one: Prompted, variant: Variant, count: int, make: Make = fresh, la
 
     Steps after the first call the kernels of `later`, where that is given.  Raises CheckpointError as `step` does.
     """
-    tokens, times = [], []
-    new = one.prompt
     with paged(one.subject.model), torch.inference_mode():
-        run = make(variant, scattered(1, len(one.prompt) + count, one.prompt.device))
-        if one.prompt.device.type == "cuda":
-            torch.cuda.synchronize()
-        for _ in range(count):
-            start = time.perf_counter()
-            (logits,) = step(one.subject.model, run, [new], last=True)
-            new = logits[-1].argmax()[None]
-            tokens.append(int(new))  # waits for the device
-            times.append(time.perf_counter() - start)
-            if later is not None:
-                run.kernels = later.kernels
-    each = statistics.median(times[1:]) if count > 1 else float("nan")  # a pause of the host is none of the kernel's
-    return Generated(first_s=times[0], token_s=each, tokens=tuple(tokens))
+        return _generated(list(_stream(one, variant, count, make, later)))
+
+
+def generate_in_turns(
+    one: Prompted, variants: Sequence[Variant], count: int, make: Make = fresh, later: Variant | None = None
+) -> list[Generated]:
+    """What `generate` gives of each variant, taken in turns: the prompts, and then token by token, the order turned every time.
+
+    Steps of one moment share what the host does meanwhile: pauses and clocks that last longer than a token's time are in all of
+    them alike.  The caches of all variants are held at once.
+    """
+    with paged(one.subject.model), torch.inference_mode():
+        streams = [_stream(one, variant, count, make, later) for variant in variants]
+        steps: list[list[tuple[float, int]]] = [[] for _ in variants]
+        for number in range(count):
+            turn = list(zip(streams, steps, strict=True))
+            for stream, taken in turn if number % 2 == 0 else reversed(turn):
+                taken.append(next(stream))
+        return [_generated(taken) for taken in steps]
+
+
+def _stream(one: Prompted, variant: Variant, count: int, make: Make, later: Variant | None) -> Iterator[tuple[float, int]]:
+    """Seconds and the token of each step; for use inside `paged` and torch.inference_mode()."""
+    new = one.prompt
+    run = make(variant, scattered(1, len(one.prompt) + count, one.prompt.device))
+    if one.prompt.device.type == "cuda":
+        torch.cuda.synchronize()
+    for _ in range(count):
+        start = time.perf_counter()
+        (logits,) = step(one.subject.model, run, [new], last=True)
+        new = logits[-1].argmax()[None]
+        token = int(new)  # waits for the device
+        yield time.perf_counter() - start, token
+        if later is not None:
+            run.kernels = later.kernels
+
+
+def _generated(steps: Sequence[tuple[float, int]]) -> Generated:
+    times = [seconds for seconds, _ in steps]
+    each = statistics.median(times[1:]) if len(times) > 1 else float("nan")  # a pause of the host is none of the kernel's
+    return Generated(first_s=times[0], token_s=each, tokens=tuple(token for _, token in steps))

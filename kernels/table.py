@@ -142,7 +142,7 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "triton-int8": KernelRow(
         target="oracle.kernels.triton_eight_bit:prefill_int8",
-        about="q and smoothed k in int8 by blocks: SageAttention's way (rejected on an H200: docs/kernels.md)",
+        about="q and smoothed k in int8 by blocks: SageAttention's way",
         expect="accept",
         against="oracle.kernels.eight_bit:int8_block",
         needs="triton",

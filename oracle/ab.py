@@ -12,7 +12,7 @@ from typing import Any
 
 from oracle.ab_tests import Change, change
 from oracle.bench import setting
-from oracle.checkpoints.generation import Prompted, generate, prompted
+from oracle.checkpoints.generation import Prompted, generate, generate_in_turns, prompted
 from oracle.checkpoints.knob import KNOBS, OFF, turned
 from oracle.checkpoints.variants import Variant
 from oracle.errors import InputError
@@ -44,13 +44,19 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One side of one repeat."""
+class Alone:
+    """What a side of a repeat took while there was no other."""
 
     first_s: float
-    token_s: float
     peak: int | None  # bytes, None where it cannot be measured
     prefill: Mapping[Account, float]  # seconds, under the profiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Alone):
+    """One side of one repeat."""
+
+    token_s: float
     tokens: tuple[int, ...]
 
 
@@ -80,11 +86,14 @@ class Ab:
 
 
 def ab(asked: Asked, environment: Mapping[str, str], progress: Progress) -> Ab:
-    """Repeats of both sides in turn, the order changing every time, after one of each that is not kept.
+    """Repeats of both sides, the order changing every time, after one that is not kept.
 
-    A side of a repeat is a prompt read and tokens produced, for the times and the memory, and then the prompt read under the
-    profiler, for the accounts.  `environment` is what all else of the knobs is read from.  Raises InputError as `prompted` and
-    `turned` do, and where both sides are the same kernel though the knob is not OFF.
+    In a repeat each side by itself reads the prompt and produces two tokens, for the time to the first and the memory, and reads
+    the prompt under the profiler, for the accounts; then both produce all tokens in turns, one by one, for the time of a later
+    one, which the host would move by more than a kernel does if seconds lay between the sides.
+
+    `environment` is what all else of the knobs is read from.  Raises InputError as `prompted` and `turned` do, and where both
+    sides are the same kernel though the knob is not OFF.
     """
     name = KNOBS[asked.kind]
     one = prompted(asked.checkpoint, asked.texts, asked.prompt_tokens, asked.new_tokens, asked.device, asked.layers)
@@ -94,13 +103,12 @@ def ab(asked: Asked, environment: Mapping[str, str], progress: Progress) -> Ab:
             f"{name}={asked.knob} and {name}={asked.against} are the same kernel; {OFF} twice compares it with itself"
         )
     later = turned(one.subject, dict(environment) | {name: asked.decode}) if asked.decode else None
-    for side in sides:
-        _sample(one, side, later, asked)
     found: tuple[list[Sample], list[Sample]] = ([], [])
-    for number in range(asked.repeats):
-        progress(number, asked.repeats, "repeats")
-        for at in (0, 1) if number % 2 == 0 else (1, 0):
-            found[at].append(_sample(one, sides[at], later, asked))
+    for number in range(-1, asked.repeats):
+        progress(max(number, 0), asked.repeats, "repeats")
+        samples = _repeat(one, sides, (0, 1) if number % 2 == 0 else (1, 0), later, asked)
+        for at, sample in samples.items() if number >= 0 else ():
+            found[at].append(sample)
     changes, unmeasured = _changes(*found, asked.margin, asked.device)
     return Ab(
         about=one.about,
@@ -120,11 +128,23 @@ def _targets(side: Variant) -> frozenset[tuple[int, str]]:
     return frozenset((layer, kernel.target) for layer, kernel in side.kernels.items())
 
 
-def _sample(one: Prompted, side: Variant, later: Variant | None, asked: Asked) -> Sample:
-    counted = restart_peak(asked.device)
-    made = generate(one, side, asked.new_tokens, later=later)
-    peak = peak_bytes(asked.device) if counted else None
-    return Sample(first_s=made.first_s, token_s=made.token_s, peak=peak, prefill=profiled(one, side).seconds, tokens=made.tokens)
+def _repeat(
+    one: Prompted, sides: Sequence[Variant], order: tuple[int, int], later: Variant | None, asked: Asked
+) -> dict[int, Sample]:
+    """A sample of each side, by its place in `sides`."""
+    alone = [_alone(one, sides[at], later, asked.device) for at in order]
+    turns = generate_in_turns(one, [sides[at] for at in order], asked.new_tokens, later=later)
+    return {
+        at: Sample(first_s=own.first_s, token_s=made.token_s, peak=own.peak, prefill=own.prefill, tokens=made.tokens)
+        for at, own, made in zip(order, alone, turns, strict=True)
+    }
+
+
+def _alone(one: Prompted, side: Variant, later: Variant | None, device: str) -> Alone:
+    counted = restart_peak(device)
+    first_s = generate(one, side, 2, later=later).first_s
+    peak = peak_bytes(device) if counted else None
+    return Alone(first_s=first_s, peak=peak, prefill=profiled(one, side).seconds)
 
 
 def _changes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from click.testing import CliRunner, Result
 from tiny_models import save_with_texts
 
 from oracle import ab as ab_module
-from oracle.ab import PEAK, REST, TPOT, TTFT, Ab, Asked, Sample, ab
+from oracle.ab import PEAK, REST, TPOT, TTFT, Ab, Alone, Asked, Sample, ab
 from oracle.ab_tests import Ruling, change, repeats_to_decide
 from oracle.ab_text import ab_json, ab_markdown, headline
+from oracle.checkpoints.generation import Generated
 from oracle.cli_bench import ab as command
 from oracle.errors import InputError
 from oracle.memory import peak_bytes, restart_peak
@@ -129,17 +130,20 @@ def test_a_report_has_every_quantity_and_what_was_produced(tiny: tuple[Path, Pat
 def test_the_knob_is_the_only_difference_and_the_order_changes(tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    def sample(one: Any, side: Any, later: Any, asked: Asked) -> Sample:
+    def alone(one: Any, side: Any, later: Any, device: str) -> Alone:
         seen.append([side.kernels[layer].target.rpartition(":")[2] for layer in (0, 1)])
-        return Sample(
-            first_s=1.0, token_s=0.1, peak=100, prefill={("attention", "global"): 0.9, ("rope", ""): 0.001}, tokens=(1,)
-        )
+        return Alone(first_s=1.0, peak=100, prefill={("attention", "global"): 0.9, ("rope", ""): 0.001})
 
-    monkeypatch.setattr(ab_module, "_sample", sample)
+    def turns(one: Any, sides: Sequence[Any], count: int, later: Any) -> list[Generated]:
+        assert [[side.kernels[layer].target.rpartition(":")[2] for layer in (0, 1)] for side in sides] == seen[-2:]
+        return [Generated(first_s=1.0, token_s=0.1, tokens=(1,)) for _ in sides]
+
+    monkeypatch.setattr(ab_module, "_alone", alone)
+    monkeypatch.setattr(ab_module, "generate_in_turns", turns)
     found = measured(tiny, repeats=3)
 
     off, on = ["sdpa_flash", "sdpa_flash"], ["sdpa_flash", "sdpa_math"]  # the global layer is the second
-    assert seen == [off, on, off, on, on, off, off, on]
+    assert seen == [on, off, off, on, on, off, off, on]
     assert [c.name for c in found.changes] == [TTFT, "prefill: attention of global layers", REST, TPOT, PEAK]
     assert all(c.ruling is Ruling.STAYED for c in found.changes)
 
@@ -149,18 +153,20 @@ def test_the_sentence_says_what_moved_what_stayed_and_what_cannot_be_told(
 ) -> None:
     noise = iter([1.0, 1.0, *(1.0 + 0.4 * (i % 3) for i in range(20))])
 
-    def sample(one: Any, side: Any, later: Any, asked: Asked) -> Sample:
-        on = side.kernels[1].target.endswith("math")
-        wild = next(noise)
-        return Sample(
-            first_s=0.5 if on else 1.0,
-            token_s=0.1 * wild,
-            peak=100,
-            prefill={("attention", "global"): 0.2 if on else 0.7},
-            tokens=(1, 2, 4) if on else (1, 2, 3),
-        )
+    def repeat(one: Any, sides: Sequence[Any], order: Sequence[int], *_: Any) -> dict[int, Sample]:
+        samples = {}
+        for at in order:
+            on = sides[at].kernels[1].target.endswith("math")
+            samples[at] = Sample(
+                first_s=0.5 if on else 1.0,
+                token_s=0.1 * next(noise),
+                peak=100,
+                prefill={("attention", "global"): 0.2 if on else 0.7},
+                tokens=(1, 2, 4) if on else (1, 2, 3),
+            )
+        return samples
 
-    monkeypatch.setattr(ab_module, "_sample", sample)
+    monkeypatch.setattr(ab_module, "_repeat", repeat)
     found = measured(tiny, repeats=6)
     told = headline(found)
 
@@ -172,14 +178,14 @@ def test_the_sentence_says_what_moved_what_stayed_and_what_cannot_be_told(
 
 
 def test_once_the_prompt_is_read_both_sides_may_call_the_same_kernel(tiny: tuple[Path, Path], tmp_path: Path) -> None:
-    """One call of each side's own in a repeat, and one under the profiler; all others go to the third kernel."""
+    """A repeat calls each side's own three times: alone, under the profiler and in turns; all else is the third kernel's."""
     file = tmp_path / "counted.py"
     file.write_text(COUNTED)
     (tmp_path / "calls_of_kernels.py").write_text("from collections import Counter\n\ncalls = Counter()\n")
     names = {word: f"{file}:{word}" for word in ("one", "two", "three")}
     measured(tiny, knob=names["two"], against=names["one"], decode=names["three"], repeats=3, new_tokens=3)
 
-    assert sys.modules["calls_of_kernels"].calls == {"one": 4 * 2, "two": 4 * 2, "three": 2 * 4 * 2}
+    assert sys.modules["calls_of_kernels"].calls == {"one": 4 * 3, "two": 4 * 3, "three": 2 * 4 * (1 + 2)}
 
 
 COUNTED = """
@@ -204,8 +210,7 @@ one, two, three = _counted("one"), _counted("two"), _counted("three")
 def test_a_kernel_against_itself_is_refused_but_as_a_control(tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="ORACLE_GLOBAL_ATTN=sdpa-flash and ORACLE_GLOBAL_ATTN=off are the same kernel"):
         measured(tiny, knob="sdpa-flash")
-    plain = Sample(first_s=1.0, token_s=0.1, peak=None, prefill={("rope", ""): 1.0}, tokens=(1,))
-    monkeypatch.setattr(ab_module, "_sample", lambda *_: plain)
+    monkeypatch.setattr(ab_module, "_alone", lambda *_: Alone(first_s=1.0, peak=None, prefill={("rope", ""): 1.0}))
     found = measured(tiny, knob="off")
 
     assert found.unmeasured and PEAK not in [c.name for c in found.changes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from oracle.checkpoints import generation
 from oracle.checkpoints.configurations import Plugged, plugged
-from oracle.checkpoints.generation import Prompted, generate
+from oracle.checkpoints.generation import Prompted, generate, generate_in_turns
 from oracle.checkpoints.knob import turned
 from oracle.checkpoints.loading import CheckpointError
 from oracle.checkpoints.paged import Run, paged, scattered, step
@@ -152,6 +153,37 @@ def test_a_pause_of_the_host_is_none_of_a_tokens_time(subject: Subject, monkeypa
     made = generate(Prompted(subject=subject, prompt=PROMPT, about=""), turned(subject, {}), 4)
 
     assert (made.first_s, made.token_s) == (5.0, 1.0)
+
+
+def test_in_turns_each_variant_gives_what_it_gives_alone_and_the_order_turns(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Prompted(subject=subject, prompt=PROMPT, about="")
+    sides = [turned(subject, {"ORACLE_GLOBAL_ATTN": word}) for word in ("off", "sdpa-math")]
+    alone = [generate(one, side, 5).tokens for side in sides]
+    seen: list[bool] = []
+
+    def watched(model: Any, run: Run, new: Any, **options: Any) -> Any:
+        seen.append(run.kernels == sides[1].kernels)
+        return step(model, run, new, **options)
+
+    monkeypatch.setattr(generation, "step", watched)
+    made = generate_in_turns(one, sides, 5)
+
+    assert [m.tokens for m in made] == alone
+    assert seen == [False, True, True, False, False, True, True, False, False, True]
+
+
+def test_what_slows_the_host_for_seconds_slows_both_sides_in_turn(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the clock advances it by more than the one before: a later step of the same length seems longer."""
+    now = itertools.accumulate(range(1, 1000))
+    monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    sides = [turned(subject, {})] * 2
+
+    before, after = generate_in_turns(Prompted(subject=subject, prompt=PROMPT, about=""), sides, 9)
+
+    assert before.token_s / after.token_s == pytest.approx(1.0, abs=0.05)
+    assert generate(Prompted(subject=subject, prompt=PROMPT, about=""), sides[0], 9).token_s > 2 * after.token_s
 
 
 def test_the_last_logits_alone_are_those_of_all(subject: Subject) -> None:

@@ -75,10 +75,12 @@ def command(name: str, out: Path) -> list[str]:
 def summary(report: Facts, out: Path) -> Facts:
     """What the page shows of a report written into `out`."""
     environment = report["environment"]
+    command = environment["command"].replace(str(out), "OUT").replace(f"{ROOT}/", "")
+    command = command.replace(os.environ.get("SMOLLM2", "$SMOLLM2"), "$SMOLLM2")
     return {
         "tokens": report["tokens"],
         "blocks": report["blocks"],
-        "environment": environment | {"command": environment["command"].replace(str(out), "OUT")},
+        "environment": environment | {"command": command},
         "configurations": [
             {
                 "configuration": c["configuration"],

@@ -96,6 +96,7 @@ KINDS = {  # a name of `oracle kernels` -> its configuration of `oracle drift`, 
     "triton-fp8-unscaled": ("", ""),
 }
 FIGURES = ("max_e", "rms_e")
+LAYERS = 6  # that are named, of a checkpoint with many
 BESIDE = ("bf16+other-attention", "fp8-weights", "fp8")  # what stands beside them: the floor, and FP8 weights
 RUNS = {"gemma4-mini": "small Gemma 4", "long": "the same, blocks of 32,768", "smollm2": "SmolLM2"}
 
@@ -147,21 +148,27 @@ def _speed(found: list[Facts], kernel: str) -> str:
 
 
 def drift(drifted: Facts) -> str:
-    """Which layers carry the drift of a kernel: each swapped alone into the reference."""
+    """Which layers carry the drift of a kernel: each swapped alone into the reference, those with the largest."""
     lines = []
     for run, facts in drifted["runs"].items():
         for a in facts.get("attributions", []):
-            for swap in a["swaps"]:
-                kl = swap["kl"]
-                lines.append(
-                    (
-                        RUNS[run],
-                        f"`{a['configuration']}`",
-                        swap["layer"],
-                        f"{kl['value']:.5f} ± {(kl['high'] - kl['low']) / 2:.5f}",
-                    )
-                )
-    return table(("checkpoint", "configuration", "layer", "KL of this layer alone, nats"), lines)
+            swaps = sorted(a["swaps"], key=lambda swap: -swap["kl"]["value"])
+            named, rest = swaps[:LAYERS], swaps[LAYERS:]
+            said = [f"{swap['layer']}: {_kl_of(swap['kl'])}" for swap in named]
+            if rest:
+                mean = statistics.fmean(swap["kl"]["value"] for swap in rest)
+                said.append(f"{len(rest)} others: {mean:.5f} on average, {rest[-1]['kl']['value']:.5f} at least")
+            lines.append((RUNS[run], f"`{a['configuration']}`", "; ".join(said)))
+    return table(("checkpoint", "configuration", "layer: KL of it alone, nats"), lines)
+
+
+def _kl_of(kl: Facts) -> str:
+    return f"{kl['value']:.5f} ± {(kl['high'] - kl['low']) / 2:.5f}"
+
+
+def fuzzed(found: Facts) -> str:
+    """What was searched for a call that a kernel gets wrong, and what came of it."""
+    return table(("command", "found"), [(f"`{f['command']}`", f["said"][-1]) for f in found.values()])
 
 
 def tilings(found: Facts) -> str:
