@@ -377,8 +377,8 @@ def _start(scheme: Scheme, fault: Fault | None, launch: Launch) -> None:
     attention(launch, scheme, quantised(launch, scheme), fault)
 
 
-def _kernel(name: str, what: str, scheme: Scheme, fault: Fault | None = None) -> DeclaredKernel:
-    """The kernel of the contract that computes with the scheme, with its record."""
+def _kernel(name: str, what: str, scheme: Scheme, fault: Fault | None = None, **declares: Any) -> DeclaredKernel:
+    """The kernel of the contract that computes with the scheme, with its record: every head dim, or what it declares."""
     return triton_kernel(
         name,
         what,
@@ -392,7 +392,8 @@ def _kernel(name: str, what: str, scheme: Scheme, fault: Fault | None = None) ->
             "cache_dtypes": (),
             "head_dims": (40, 64, 72, 80, 96, 112, 128, 192, 256, 512),
             "uneven_head_dims": ((96, 64), (128, 256), (192, 128)),
-        },
+        }
+        | declares,
     )
 
 
@@ -404,8 +405,15 @@ prefill_fp8_hadamard = _kernel("prefill_fp8_hadamard", "The same, q and k turned
 prefill_int8 = _kernel("prefill_int8", "q and smoothed k in int8, a scale for 128 rows and for 64 keys: SageAttention.", INT8)
 prefill_int8_v8 = _kernel("prefill_int8_v8", "The same, v by channels and P in e4m3: SageAttention2.", INT8_V8)
 prefill_fp8_lazy = _kernel("prefill_fp8_lazy", "Wrong: P saturates behind a maximum that is too low.", FP8, Fault(lazy=8))
+# It shows in contexts of ten thousands of keys, which only the default profile has: few shapes, then, to be compiled in minutes.
 prefill_fp8_narrow = _kernel(
-    "prefill_fp8_narrow", "Wrong: P.V is added up in FP22, from the first key to the last.", FP8, Fault(narrow=True)
+    "prefill_fp8_narrow",
+    "Wrong: P.V is added up in FP22, from the first key to the last.",
+    FP8,
+    Fault(narrow=True),
+    head_dims=(64,),
+    uneven_head_dims=(),
+    page_sizes=(64,),
 )
 prefill_fp8_unscaled = _kernel(
     "prefill_fp8_unscaled", "Wrong: P underflows behind a sink.", FP8, Fault(sink_first=True, p_scale=1.0)

@@ -238,8 +238,9 @@ issue 2577), P.V added up in the tensor core's FP22 from the first key to the la
 
 {kinds(lock["kernel"], said["verdicts"], drifted, timed)}
 
-*Not judged*: `triton-fp8-narrow` by its default profile, which did not end within 560 s beside six other kernels. It is right for short
-contexts, so neither the quick profile nor two minutes of `oracle fuzz` show it; of 3,072 keys it is off by several percent (tests/test_triton_eight_bit.py).
+*Not judged*: `triton-fp8-narrow`. It shows in long contexts alone (tests/test_triton_eight_bit.py: of 3,072 keys with v = 1 it is off by
+several percent), so neither the quick profile nor two minutes of `oracle fuzz` see it, and its default profile did not end within 560 s beside
+six other kernels; it has declared fewer shapes since.
 
 Layers that carry the drift:
 
