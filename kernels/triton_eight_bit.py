@@ -405,7 +405,7 @@ prefill_fp8_hadamard = _kernel("prefill_fp8_hadamard", "The same, q and k turned
 prefill_int8 = _kernel("prefill_int8", "q and smoothed k in int8, a scale for 128 rows and for 64 keys: SageAttention.", INT8)
 prefill_int8_v8 = _kernel("prefill_int8_v8", "The same, v by channels and P in e4m3: SageAttention2.", INT8_V8)
 prefill_fp8_lazy = _kernel("prefill_fp8_lazy", "Wrong: P saturates behind a maximum that is too low.", FP8, Fault(lazy=8))
-# It shows in contexts of ten thousands of keys, which only the default profile has: few shapes, then, to be compiled in minutes.
+# It shows in long contexts, which only the default profile has: few shapes, then, to be compiled in minutes.
 prefill_fp8_narrow = _kernel(
     "prefill_fp8_narrow",
     "Wrong: P.V is added up in FP22, from the first key to the last.",

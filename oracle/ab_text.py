@@ -70,7 +70,7 @@ def notes(found: Ab) -> list[str]:
         f"{percent(LEVEL)} each; moved: its 95 % interval leaves 1 out; {count(env['repeats'], 'repeat')} of both sides in turn, "
         "one process; accounts of the prefill are taken under the profiler, all else without it",
         "time per output token: the median of the steps after the first, which both sides take in turns",
-        f"peak memory is {env['peak_is']}",
+        f"peak memory is {env['peak_is']}: of the prompt and two tokens, as the time to first token, each side by itself",
         *([f"once the prompt is read, both sides call {env['decode']} there"] if env["decode"] else []),
         *(f"not measured: {text}" for text in found.unmeasured),
         machine(env),

@@ -75,12 +75,13 @@ def command(name: str, out: Path) -> list[str]:
 def summary(report: Facts, out: Path) -> Facts:
     """What the page shows of a report written into `out`."""
     environment = report["environment"]
-    command = environment["command"].replace(str(out), "OUT").replace(f"{ROOT}/", "")
-    command = command.replace(os.environ.get("SMOLLM2", "$SMOLLM2"), "$SMOLLM2")
+    words = environment["command"].replace(str(out), "OUT")
+    if file := os.environ.get("SMOLLM2"):
+        words = words.replace(file, "$SMOLLM2")
     return {
         "tokens": report["tokens"],
         "blocks": report["blocks"],
-        "environment": environment | {"command": command},
+        "environment": environment | {"command": words.replace(f"{ROOT}/", "")},
         "configurations": [
             {
                 "configuration": c["configuration"],

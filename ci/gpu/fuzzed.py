@@ -31,10 +31,13 @@ def main() -> None:
     out, minutes, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(NAMES)
     out.mkdir(parents=True, exist_ok=True)
     running = {name: _start(name, minutes, out) for name in names}
-    report: dict[str, Any] = {"versions": versions(f"python3 ci/gpu/fuzzed.py OUT {minutes}"), "fuzzed": {}}
+    report: dict[str, Any] = {
+        "versions": versions(" ".join(["python3 ci/gpu/fuzzed.py OUT", minutes, *sys.argv[3:]])),
+        "fuzzed": {},
+    }
     for name, process in running.items():
         status = process.wait()
-        said = _said(name, out).read_text().strip().splitlines()[-1:]
+        said = _said(name, out).read_text().strip().rpartition("\n")[2]
         command = f"oracle fuzz {name} --device cuda --minutes {minutes}"
         report["fuzzed"][name] = {"command": command, "status": status, "said": said}
         print(name, report["fuzzed"][name], flush=True)

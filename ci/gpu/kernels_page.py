@@ -15,7 +15,7 @@ import statistics
 import tomllib
 from collections.abc import Sequence
 
-from eight_bit_page import ceilings, cuts, decode, drift, eight_bit, fuzzed, kinds, paired, tilings
+from eight_bit_page import ceilings, cuts, decode, drift, eight_bit, fuzzed, kinds, paired, tilings, unjudged
 from reports import DATA, ROOT, Facts, bar_of, report, table
 
 from oracle.kernels.table import KERNELS
@@ -238,11 +238,7 @@ issue 2577), P.V added up in the tensor core's FP22 from the first key to the la
 
 {kinds(lock["kernel"], said["verdicts"], drifted, timed)}
 
-*Not judged*: `triton-fp8-narrow`. It shows in long contexts alone (tests/test_triton_eight_bit.py: of 3,072 keys with v = 1 it is off by
-several percent), so neither the quick profile nor two minutes of `oracle fuzz` see it, and its default profile did not end within 560 s beside
-six other kernels; it has declared fewer shapes since.
-
-Layers that carry the drift:
+{unjudged(lock["kernel"])}Layers that carry the drift:
 
 {drift(drifted)}
 

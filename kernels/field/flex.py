@@ -25,7 +25,7 @@ COMPILED = 256  # head dims, counts of heads, masks, softcaps and formats togeth
 
 @cache
 def _compiled() -> _Flex:
-    """One compiled function for all shapes."""
+    """One compiled function for all shapes; torch compiles anything of this process COMPILED times from then on."""
     torch._dynamo.config.recompile_limit = COMPILED
     compiled: _Flex = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled

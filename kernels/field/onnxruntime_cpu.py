@@ -5,7 +5,8 @@ new keys and values and those before as past ones, as a decoder gives them; it c
 Attention is given all keys, and the mask.  Neither returns an LSE; GroupQueryAttention takes sinks (`head_sink`) in the format of
 q, so only with float32 can it be given the contract's.
 
-Assumed of the precision, from ONNX Runtime's source: scores, softmax and P in fp32, whatever the inputs are.
+Assumed of the precision, from ONNX Runtime's source: scores, softmax and P in fp32, whatever the inputs are;
+Attention was then seen to round the scores of fp16 inputs (docs/findings.md).
 """
 
 from __future__ import annotations

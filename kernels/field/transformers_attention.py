@@ -25,12 +25,13 @@ _Forward = Callable[..., tuple[Tensor, Any]]
 
 
 def _layer(dense: Dense) -> SimpleNamespace:
-    """What the functions ask of the layer that calls them."""
+    """What the functions ask of the layer that calls them; where the call has no sinks, which gpt-oss asks for, minus infinity."""
+    absent = torch.full((dense.q.shape[1],), float("-inf"), device=dense.q.device)
     return SimpleNamespace(
         num_key_value_groups=dense.q.shape[1] // dense.k.shape[1],
         head_dim=dense.q.shape[2],
         is_causal=True,
-        sinks=dense.call.sinks,
+        sinks=absent if dense.call.sinks is None else dense.call.sinks,
         training=False,
     )
 

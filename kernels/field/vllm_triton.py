@@ -2,7 +2,7 @@
 
 Where every sequence has one query and there are few of them, vLLM gives it buffers and it splits the keys over 16 segments and
 merges them; `unified` gives it none and takes the first path always, `split` gives them as vLLM does.  A window has no right
-side; the kernel is causal here.
+side; the kernel is causal here.  Rows before the first key, which vLLM never asks for, are answered with 0 by the adapter.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _run(call: Call, split: bool) -> Tensor:
         sinks=call.sinks,
     )
     rows = (starts[1:] - starts[:-1]).long()
-    before = torch.repeat_interleave(lens - rows - starts[:-1], rows) + torch.arange(live, device=starts.device)
-    out[:live][before < 0] = 0.0  # no key at or before it: vLLM never asks for such a row
+    positions = torch.repeat_interleave(lens - rows - starts[:-1], rows) + torch.arange(live, device=starts.device)
+    out[:live][positions < 0] = 0.0  # no key at or before it: vLLM never asks for such a row
     return out
 
 
