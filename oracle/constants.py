@@ -33,6 +33,7 @@ def constants() -> dict[str, float]:
     return {
         "bias_beta": doors.BIAS_BETA,
         "elements": float(ELEMENTS),
+        "exp_flushes": roundoff.EXP_FLUSHES,
         "fault_confidence": CONFIDENCE,
         "fault_share": SHARE,
         "lambda": bound.LAMBDA,

@@ -25,7 +25,7 @@ _Forward = Callable[..., tuple[Tensor, Any]]
 
 
 def _layer(dense: Dense) -> SimpleNamespace:
-    """What the functions ask of the layer that calls them; where the call has no sinks, which gpt-oss asks for, minus infinity."""
+    """What the functions ask of the layer that calls them; where the call has no sinks, as gpt-oss wants, minus infinity."""
     absent = torch.full((dense.q.shape[1],), float("-inf"), device=dense.q.device)
     return SimpleNamespace(
         num_key_value_groups=dense.q.shape[1] // dense.k.shape[1],
