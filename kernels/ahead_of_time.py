@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from oracle.kernels.tilelang_families import Family, Fp8Family
+from oracle.kernels.tilelang_families import AnyFamily
 
 ARCH = "sm_90a"  # the only target: wgmma and setmaxnreg exist there alone
 _EARLY = """		cudaLaunchAttribute attribute[1];
@@ -50,7 +50,7 @@ class Library:
     """A loaded library."""
 
     path: Path
-    family: Family | Fp8Family
+    family: AnyFamily
     page_size: int
     arguments: tuple[tuple[str, str], ...]  # name and type ("int", "float", "pointer") of each argument of the launch
     handle: ctypes.CDLL
@@ -77,12 +77,12 @@ class Library:
         return said.decode(errors="replace")
 
 
-def file_name(family: Family | Fp8Family, page_size: int) -> str:
+def file_name(family: AnyFamily, page_size: int) -> str:
     """The name of a library's file in its folder."""
     return f"{family.name}-page{page_size}-{ARCH}.so"
 
 
-def fingerprint(family: Family | Fp8Family, page_size: int) -> str:
+def fingerprint(family: AnyFamily, page_size: int) -> str:
     """What a library is built from: the family's row, the page size and the generator's source, as 16 hex digits."""
     generator = Path(__file__).with_name(f"{family.generator}.py").read_bytes()
     return hashlib.sha256(repr((family, page_size, ARCH)).encode() + generator).hexdigest()[:16]
@@ -97,7 +97,7 @@ def unavailable() -> str:
     return "" if shutil.which("nvcc") else "nvcc is not on the PATH; install the CUDA toolkit, version 12.8 or later"
 
 
-def source(family: Family | Fp8Family, page_size: int) -> tuple[str, list[tuple[str, str]]]:
+def source(family: AnyFamily, page_size: int) -> tuple[str, list[tuple[str, str]]]:
     """The CUDA source of a library, its launcher included, and the launcher's arguments but for the stream.
 
     Raises: BuildError where TileLang's launcher is not the one that this module knows how to mend.
@@ -126,7 +126,7 @@ def source(family: Family | Fp8Family, page_size: int) -> tuple[str, list[tuple[
     return code.replace(_EARLY, _IN_ORDER), arguments
 
 
-def build(family: Family | Fp8Family, page_size: int, folder: Path) -> Path:
+def build(family: AnyFamily, page_size: int, folder: Path) -> Path:
     """Builds one library into `folder`, which is made where missing, and returns its path.
 
     Raises: BuildError where TileLang or nvcc is missing, or nvcc fails.
@@ -167,7 +167,7 @@ def build(family: Family | Fp8Family, page_size: int, folder: Path) -> Path:
     return path
 
 
-def load(folder: Path, family: Family | Fp8Family, page_size: int) -> Library:
+def load(folder: Path, family: AnyFamily, page_size: int) -> Library:
     """The library of `family` and `page_size` in `folder`.  Needs no GPU; `prepare` does.
 
     Raises: BuildError where there is none, or one built from another row or another generator.

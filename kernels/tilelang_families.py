@@ -8,12 +8,20 @@ one, the producer, copies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ROWS = 64  # query rows of a row group: what one wgmma takes
 PANEL = 64  # columns of 16 bits that lie side by side in shared memory: 128 bytes, what a TMA box and a swizzle span
 COMPUTING = 2  # warpgroups that compute; the third copies
 SHARED = 232_448  # bytes of shared memory that a thread block of sm_90 can have, 227 KiB
+
+
+def _hold(name: str, rules: Mapping[str, bool]) -> None:
+    """Raises: ValueError for the first rule that the row of that name breaks."""
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(f"kernels/tilelang_families.py {name}: got a row that breaks a rule; expected: {rule}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +47,7 @@ class Family:
             "a tile is whole pages": all(self.keys % page == 0 for page in PAGE_SIZES),
             "its tiles fit": self.shared_bytes <= SHARED,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"kernels/tilelang_families.py {self.name}: got a row that breaks a rule; expected: {rule}")
+        _hold(self.name, rules)
 
     @property
     def generator(self) -> str:
@@ -140,9 +146,7 @@ class Fp8Family:
             "a multiprocessor has its registers": copying + scoring + 2 * weighing <= 512,
             "its tiles fit": self.shared_bytes <= SHARED,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"kernels/tilelang_families.py {self.name}: got a row that breaks a rule; expected: {rule}")
+        _hold(self.name, rules)
 
     @property
     def generator(self) -> str:
@@ -160,6 +164,7 @@ class Fp8Family:
         return self.head_dim * (ROWS + KEYS * (self.k_stages + self.v_stages)) + 2 * ROWS * (KEYS + 4) + 4 * ROWS + 1024
 
 
+AnyFamily = Family | Fp8Family
 KEYS = 64  # of a tile in e4m3: those that share a scale
 
 _FP8_ROWS = (

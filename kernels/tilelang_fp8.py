@@ -14,8 +14,8 @@ from torch import Tensor
 from oracle.contract import SCALES, Answer, Call, DeclaredKernel, contract_kernel
 from oracle.kernels.eight_bit import ATTENTIONS, K_BLOCK, record_of
 from oracle.kernels.tilelang_families import FP8_FAMILIES, Fp8Family
-from oracle.kernels.tilelang_prefill import LOG2E, UNIT, Runnable, aligned, check_operands, compiled
-from oracle.kernels.triton_host import NO_LIMIT, launch_for
+from oracle.kernels.tilelang_prefill import Runnable, answered, check_operands, compiled, plan_values
+from oracle.kernels.triton_host import launch_for
 from oracle.kernels.triton_quantise import Codes, quantised
 
 FP8 = ATTENTIONS["fp8-block"]
@@ -35,33 +35,17 @@ def attend(family: Fp8Family, call: Call, codes: Codes, out: Tensor, lse: Tensor
 
     `out` has to be aligned to 16 bytes, strides too.  Reads no plan on the host.
     """
-    seqs, rows = call.live_seqs, call.q.shape[0]
-    left, right = (NO_LIMIT if limit < 0 else min(limit, NO_LIMIT) for limit in call.window_size)
     assert codes.v is not None  # the scheme quantises v
     owners = codes.k_scale.numel() // codes.blocks
     values = {
+        **plan_values(call, out, lse, family.tokens),
         "q": codes.q,
         "q_scale": codes.q_scale,
         "k": codes.k,
         "k_scale": codes.k_scale,
         "v": codes.v,
         "v_scale": codes.v_scale,
-        "out": out,
-        "lse": lse,
-        "cu": call.cu_seqlens_q[: seqs + 1].contiguous(),
-        "used": call.seqused_k[:seqs].contiguous(),
-        "blocks": rows // family.tokens + seqs,  # each sequence may begin a block and end inside one
-        "kv_heads": owners // seqs,
-        "seqs": seqs,
-        "steps": (seqs - 1).bit_length(),
-        "left": left,
-        "right": 0 if call.causal else right,
-        "scale2": call.softmax_scale * LOG2E,
-        "out_row": out.stride(0) // UNIT,
-        "out_head": out.stride(1) // UNIT,
-        "rows": rows,
-        "heads": call.q.shape[1],
-        "plan": seqs,
+        "kv_heads": owners // call.live_seqs,
         "owners": owners,
         "key_blocks": codes.blocks,
         "k_rows": owners * codes.blocks * K_BLOCK,
@@ -74,15 +58,7 @@ def attend(family: Fp8Family, call: Call, codes: Codes, out: Tensor, lse: Tensor
 def _run(family: Fp8Family, call: Call) -> tuple[Tensor, Tensor]:
     """The kernel's answer: out and lse.  An `out` with other strides than multiples of 16 bytes is copied there and back."""
     _check(family, call)
-    result = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device) if call.out is None else call.out
-    lse = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
-    if call.live_seqs == 0 or call.q.shape[0] == 0:
-        return result, lse
-    target = result if aligned(result) else result.contiguous()
-    attend(family, call, quantised(launch_for(call, target, lse), FP8), target, lse)
-    if target is not result:
-        result.copy_(target)
-    return result, lse
+    return answered(call, lambda out, lse: attend(family, call, quantised(launch_for(call, out, lse), FP8), out, lse))
 
 
 def _kernel(family: Fp8Family) -> DeclaredKernel:

@@ -7,10 +7,11 @@ and need no compiler.  Where it is not set, TileLang compiles them when they are
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import os
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from oracle.contract import SCALES, Answer, Call, Kernel, Precision, Record, contract_kernel
 from oracle.kernels import ahead_of_time
-from oracle.kernels.tilelang_families import FAMILIES, PAGE_SIZES, Family, Fp8Family
+from oracle.kernels.tilelang_families import FAMILIES, PAGE_SIZES, AnyFamily, Family
 
 FOLDER = "ATTENTION_ORACLE_LIBRARIES"
 _NO_LIMIT = 2**30  # a window bound that no sequence reaches and that int32 sums survive
@@ -31,7 +32,7 @@ class Runnable(Protocol):
     """A compiled kernel."""
 
     def launch(self, values: dict[str, Any], stream: int) -> None:
-        """Queues one run on `stream`, the current stream of the current device; `values` are those that `_run` names."""
+        """Queues one run on `stream`, the current stream of the current device; `values` are those that `_attend` names."""
 
 
 class JustInTime:
@@ -47,7 +48,7 @@ class JustInTime:
         self._kernel(*(values[name] for name in self._names))
 
 
-def just_in_time(family: Family | Fp8Family, page_size: int, **options: Any) -> JustInTime:
+def just_in_time(family: AnyFamily, page_size: int, **options: Any) -> JustInTime:
     """The kernel, compiled now, which takes ten seconds and more; `options` go to `tilelang.compile`."""
     import tilelang
 
@@ -57,7 +58,7 @@ def just_in_time(family: Family | Fp8Family, page_size: int, **options: Any) -> 
     return JustInTime(tilelang.compile(function, target=target, pass_configs=configs, **options))
 
 
-def compiled(family: Family | Fp8Family, page_size: int) -> Runnable:
+def compiled(family: AnyFamily, page_size: int) -> Runnable:
     """The kernel that a call runs on the current device: a library's, or compiled just in time.
 
     Raises: BuildError where the named folder holds no such library, or nothing is named and nothing can be compiled.
@@ -66,8 +67,8 @@ def compiled(family: Family | Fp8Family, page_size: int) -> Runnable:
     return _compiled(family, page_size, folder, torch.cuda.current_device())
 
 
-@functools.cache
-def _compiled(family: Family | Fp8Family, page_size: int, folder: str | None, device: int) -> Runnable:
+@cache
+def _compiled(family: AnyFamily, page_size: int, folder: str | None, device: int) -> Runnable:
     if folder is not None:
         library = ahead_of_time.load(Path(folder), family, page_size)
         library.prepare()
@@ -120,54 +121,74 @@ def _units(x: Tensor, *names: str) -> dict[str, int]:
     return {name: stride // UNIT if stride % UNIT == 0 else 1 for name, stride in zip(names, x.stride(), strict=False)}
 
 
-def _run(family: Family, call: Call) -> tuple[Tensor, Tensor]:
-    """The kernel's answer: out and lse.  Reads no plan on the host, so a CUDA graph may replay it.
-
-    A q, or an `out`, whose strides are no multiples of 16 bytes is copied, `out` there and back.
-    """
-    q, k_cache, v_cache, seqs = call.q, call.k_cache, call.v_cache, call.live_seqs
-    _check(family, q, k_cache, v_cache)
-    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if call.out is None else call.out
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if seqs == 0 or q.shape[0] == 0:
-        return result, lse
+def plan_values(call: Call, out: Tensor, lse: Tensor, tokens: int) -> dict[str, Any]:
+    """What every generated kernel is told of a call: its live plan, window, scale and answers; `tokens` of a thread block."""
+    seqs, rows = call.live_seqs, call.q.shape[0]
     left, right = (call.window_size[0], 0) if call.causal else call.window_size
-    q = q if aligned(q) else q.contiguous()
-    target = result if aligned(result) else result.contiguous()
-    values = {
-        "q": q,
-        "k": k_cache,
-        "v": v_cache,
-        "out": target,
+    return {
+        "out": out,
         "lse": lse,
         "cu": call.cu_seqlens_q[: seqs + 1].contiguous(),
         "used": call.seqused_k[:seqs].contiguous(),
-        "table": call.page_table[:seqs],
-        "blocks": q.shape[0] // family.tokens + seqs,  # each sequence may begin a block and end inside one
+        "blocks": rows // tokens + seqs,  # each sequence may begin a block and end inside one
         "seqs": seqs,
         "steps": (seqs - 1).bit_length(),
         "left": _NO_LIMIT if left < 0 else min(left, _NO_LIMIT),
         "right": _NO_LIMIT if right < 0 else min(right, _NO_LIMIT),
         "scale2": call.softmax_scale * LOG2E,
-        "rows": q.shape[0],
-        "heads": q.shape[1],
+        "rows": rows,
+        "heads": call.q.shape[1],
+        "plan": seqs,
+        **_units(out, "out_row", "out_head"),
+    }
+
+
+def answered(call: Call, attend: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:
+    """out and lse (total_q, q_heads) float32 of a call, as `attend` writes them, which is not asked where nothing is live.
+
+    `attend` is given an aligned `out`: one with other strides than multiples of 16 bytes is copied there and back.
+    """
+    q = call.q
+    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if call.out is None else call.out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if call.live_seqs == 0 or q.shape[0] == 0:
+        return result, lse
+    target = result if aligned(result) else result.contiguous()
+    attend(target, lse)
+    if target is not result:
+        result.copy_(target)
+    return result, lse
+
+
+def _run(family: Family, call: Call) -> tuple[Tensor, Tensor]:
+    """The kernel's answer: out and lse.  Reads no plan on the host, so a CUDA graph may replay it.
+
+    A q, or an `out`, whose strides are no multiples of 16 bytes is copied, `out` there and back.
+    """
+    _check(family, call.q, call.k_cache, call.v_cache)
+    return answered(call, partial(_attend, family, call))
+
+
+def _attend(family: Family, call: Call, out: Tensor, lse: Tensor) -> None:
+    """Queues attention of the call into `out` and `lse`."""
+    q, k_cache, v_cache = call.q if aligned(call.q) else call.q.contiguous(), call.k_cache, call.v_cache
+    values = {
+        **plan_values(call, out, lse, family.tokens),
+        "q": q,
+        "k": k_cache,
+        "v": v_cache,
+        "table": call.page_table[: call.live_seqs],
         "pages": k_cache.shape[0],
         "kv_heads": k_cache.shape[2],
-        "plan": seqs,
         "width": call.page_table.shape[1],
         "table_row": call.page_table.stride(0),
         "table_column": call.page_table.stride(1),
         **_units(q, "q_row", "q_head"),
         **_units(k_cache, "k_page", "k_slot", "k_head"),
         **_units(v_cache, "v_page", "v_slot", "v_head"),
-        **_units(target, "out_row", "out_head"),
     }
     with torch.cuda.device(q.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        compiled(family, k_cache.shape[1]).launch(values, stream)
-    if target is not result:
-        result.copy_(target)
-    return result, lse
+        compiled(family, k_cache.shape[1]).launch(values, torch.cuda.current_stream().cuda_stream)
 
 
 def _kernel(family: Family) -> Kernel:

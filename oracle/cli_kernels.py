@@ -46,9 +46,9 @@ def build_kernels(arch: str, output: Path) -> int:
     """
     from oracle.errors import InputError
     from oracle.kernels.ahead_of_time import BuildError, build
-    from oracle.kernels.tilelang_families import FAMILIES, FP8_FAMILIES, KEYS, PAGE_SIZES, Family, Fp8Family
+    from oracle.kernels.tilelang_families import FAMILIES, FP8_FAMILIES, KEYS, PAGE_SIZES, AnyFamily
 
-    wanted: list[tuple[Family | Fp8Family, int]] = [(family, page) for family in FAMILIES.values() for page in PAGE_SIZES]
+    wanted: list[tuple[AnyFamily, int]] = [(family, page) for family in FAMILIES.values() for page in PAGE_SIZES]
     wanted += [(family, KEYS) for family in FP8_FAMILIES.values()]
     built = []
     with progress_bar(f"build for {arch}") as progress:
