@@ -53,10 +53,11 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample(Alone):
+class Sample:
     """One side of one repeat."""
 
-    token_s: float
+    alone: Alone
+    token_s: float  # of steps taken in turns with the other side
     tokens: tuple[int, ...]
 
 
@@ -135,8 +136,7 @@ def _repeat(
     alone = [_alone(one, sides[at], later, asked.device) for at in order]
     turns = generate_in_turns(one, [sides[at] for at in order], asked.new_tokens, later=later)
     return {
-        at: Sample(first_s=own.first_s, token_s=made.token_s, peak=own.peak, prefill=own.prefill, tokens=made.tokens)
-        for at, own, made in zip(order, alone, turns, strict=True)
+        at: Sample(alone=own, token_s=made.token_s, tokens=made.tokens) for at, own, made in zip(order, alone, turns, strict=True)
     }
 
 
@@ -152,12 +152,12 @@ def _changes(
 ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     """(every quantity that could be measured, and why others could not)."""
     both = (before, after)
-    pairs: dict[str, tuple[str, list[list[float]]]] = {TTFT: ("s", [[s.first_s for s in side] for side in both])}
+    pairs: dict[str, tuple[str, list[list[float]]]] = {TTFT: ("s", [[s.alone.first_s for s in side] for side in both])}
     pairs |= {name: ("s", values) for name, values in _accounts(both).items()}
     pairs[TPOT] = ("s", [[s.token_s for s in side] for side in both])
     unmeasured = []
-    if all(s.peak for side in both for s in side):
-        pairs[PEAK] = ("bytes", [[float(s.peak or math.nan) for s in side] for side in both])
+    if all(s.alone.peak for side in both for s in side):
+        pairs[PEAK] = ("bytes", [[float(s.alone.peak or math.nan) for s in side] for side in both])
     else:
         unmeasured.append(f"{PEAK}: this machine does not let a process restart the count on {device}")
     changes = tuple(change(name, unit, old, new, margin) for name, (unit, (old, new)) in pairs.items())
@@ -167,16 +167,16 @@ def _changes(
 def _accounts(both: tuple[Sequence[Sample], Sequence[Sample]]) -> dict[str, list[list[float]]]:
     """Name of an account of the prefill -> seconds of each side; small ones, and such as are not always there, as one."""
     found: dict[str, list[list[float]]] = {}
-    totals = [sum(s.prefill.values()) for side in both for s in side]
+    totals = [sum(s.alone.prefill.values()) for side in both for s in side]
     small: list[Account] = []
-    for work, kind in dict.fromkeys(key for side in both for s in side for key in s.prefill):
-        values = [[max(0.0, s.prefill.get((work, kind), 0.0)) for s in side] for side in both]
+    for work, kind in dict.fromkeys(key for side in both for s in side for key in s.alone.prefill):
+        values = [[max(0.0, s.alone.prefill.get((work, kind), 0.0)) for s in side] for side in both]
         shares = [seconds / total for seconds, total in zip(itertools.chain(*values), totals, strict=True)]
         if statistics.median(shares) > LEAST and min(shares) > 0:
             found[f"prefill: {work}{f' of {kind} layers' if kind else ''}"] = values
         else:
             small.append((work, kind))
-    rest = [[sum(max(0.0, s.prefill.get(key, 0.0)) for key in small) for s in side] for side in both]
+    rest = [[sum(max(0.0, s.alone.prefill.get(key, 0.0)) for key in small) for s in side] for side in both]
     return found | ({REST: rest} if min(*rest[0], *rest[1]) > 0 else {})
 
 

@@ -158,10 +158,8 @@ def test_the_sentence_says_what_moved_what_stayed_and_what_cannot_be_told(
         for at in order:
             on = sides[at].kernels[1].target.endswith("math")
             samples[at] = Sample(
-                first_s=0.5 if on else 1.0,
+                alone=Alone(first_s=0.5 if on else 1.0, peak=100, prefill={("attention", "global"): 0.2 if on else 0.7}),
                 token_s=0.1 * next(noise),
-                peak=100,
-                prefill={("attention", "global"): 0.2 if on else 0.7},
                 tokens=(1, 2, 4) if on else (1, 2, 3),
             )
         return samples
