@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +40,13 @@ class Generated:
     """What one generation took, and gave."""
 
     first_s: float  # from the prompt to the first token, known on the host
-    token_s: float  # of a later token, their median; NaN where there is none
+    later_s: tuple[float, ...]  # of each later token
     tokens: tuple[int, ...]
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a later token, their median: a pause of the host is none of the kernel's.  NaN where there is none."""
+        return statistics.median(self.later_s) if self.later_s else math.nan
 
 
 def prompted(checkpoint: Path, texts: Sequence[Path], tokens: int, new_tokens: int, device: str, layers: int | None) -> Prompted:
@@ -116,6 +122,5 @@ def _stream(one: Prompted, variant: Variant, count: int, make: Make, later: Vari
 
 
 def _generated(steps: Sequence[tuple[float, int]]) -> Generated:
-    times = [seconds for seconds, _ in steps]
-    each = statistics.median(times[1:]) if len(times) > 1 else float("nan")  # a pause of the host is none of the kernel's
-    return Generated(first_s=times[0], token_s=each, tokens=tuple(token for _, token in steps))
+    first_s, *later_s = (seconds for seconds, _ in steps)
+    return Generated(first_s=first_s, later_s=tuple(later_s), tokens=tuple(token for _, token in steps))

@@ -70,7 +70,7 @@ PARTS: dict[str, dict[str, Part]] = {
             arguments=f"roofline {LARGE}", about="the same with TileLang's kernel in the global layers", knobs=NEW
         ),
         "ab": Part(
-            arguments=f"ab {LARGE} --knob {TILELANG} --against {TRITON} --decode {TRITON}",
+            arguments=f"ab {LARGE} --knob {TILELANG} --against {TRITON} --decode {TRITON} --new-tokens 64",
             about="what that changes end to end; tokens after the first are decoded by the incumbent on both sides",
             knobs=BOTH[1:],
         ),

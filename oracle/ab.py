@@ -57,7 +57,7 @@ class Sample:
     """One side of one repeat."""
 
     alone: Alone
-    token_s: float  # of steps taken in turns with the other side
+    later_s: tuple[float, ...]  # of each token after the first, taken in turns with the other side
     tokens: tuple[int, ...]
 
 
@@ -136,7 +136,7 @@ def _repeat(
     alone = [_alone(one, sides[at], later, asked.device) for at in order]
     turns = generate_in_turns(one, [sides[at] for at in order], asked.new_tokens, later=later)
     return {
-        at: Sample(alone=own, token_s=made.token_s, tokens=made.tokens) for at, own, made in zip(order, alone, turns, strict=True)
+        at: Sample(alone=own, later_s=made.later_s, tokens=made.tokens) for at, own, made in zip(order, alone, turns, strict=True)
     }
 
 
@@ -154,14 +154,25 @@ def _changes(
     both = (before, after)
     pairs: dict[str, tuple[str, list[list[float]]]] = {TTFT: ("s", [[s.alone.first_s for s in side] for side in both])}
     pairs |= {name: ("s", values) for name, values in _accounts(both).items()}
-    pairs[TPOT] = ("s", [[s.token_s for s in side] for side in both])
+    pairs[TPOT] = ("s", [[statistics.median(s.later_s) for s in side] for side in both])
     unmeasured = []
     if all(s.alone.peak for side in both for s in side):
         pairs[PEAK] = ("bytes", [[float(s.alone.peak or math.nan) for s in side] for side in both])
     else:
         unmeasured.append(f"{PEAK}: this machine does not let a process restart the count on {device}")
-    changes = tuple(change(name, unit, old, new, margin) for name, (unit, (old, new)) in pairs.items())
+    logs = {TPOT: [_log_ratio(*repeat) for repeat in zip(before, after, strict=True)]}
+    changes = tuple(change(name, unit, old, new, margin, logs.get(name)) for name, (unit, (old, new)) in pairs.items())
     return changes, tuple(unmeasured)
+
+
+def _log_ratio(one: Sample, two: Sample) -> float:
+    """ln of `two`'s time per token over `one`'s, of steps of one moment, which share the host's pace.
+
+    Of each step and the next, which had the other order, the mean, since a pace that drifts leaves nothing in it; the median of
+    all these.
+    """
+    logs = [math.log(late / early) for early, late in zip(one.later_s, two.later_s, strict=True)]
+    return statistics.median([(x + y) / 2 for x, y in itertools.pairwise(logs)] or logs)
 
 
 def _accounts(both: tuple[Sequence[Sample], Sequence[Sample]]) -> dict[str, list[list[float]]]:

@@ -45,15 +45,22 @@ class Change:
     repeats_to_decide: int | None  # None where it is decided, or would take more than MOST
 
 
-def change(name: str, unit: str, before: Sequence[float], after: Sequence[float], margin: float) -> Change:
-    """What pairs of positive numbers show of a quantity.
+def change(
+    name: str,
+    unit: str,
+    before: Sequence[float],
+    after: Sequence[float],
+    margin: float,
+    log_ratios: Sequence[float] | None = None,
+) -> Change:
+    """What pairs of positive numbers show of a quantity; `log_ratios` is ln(after / before) of each where that is known better.
 
     It stayed where both one-sided tests at ln(1 + margin) reject at LEVEL; else it moved where the 95 % interval leaves 1 out.
     Raises ValueError for fewer than two pairs or a number that is not positive.
     """
     if len(before) < 2 or len(before) != len(after) or not all(0 < x < math.inf for x in (*before, *after)):
         raise ValueError(f"{name}: {len(before)} and {len(after)} repeats of it; expected two pairs of positive numbers or more")
-    logs = np.log(np.array(after) / np.array(before))
+    logs = np.log(np.array(after) / np.array(before)) if log_ratios is None else np.array(log_ratios)
     limit, mean, sd = math.log1p(margin), float(logs.mean()), float(logs.std(ddof=1))
     half = float(student.ppf(0.975, len(logs) - 1)) * sd / math.sqrt(len(logs))
     p = _p_stayed(logs, limit)

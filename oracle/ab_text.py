@@ -69,7 +69,8 @@ def notes(found: Ab) -> list[str]:
         f"stayed: the ratio is shown to be less than {percent(found.margin)} off, by two one-sided t tests on log ratios at "
         f"{percent(LEVEL)} each; moved: its 95 % interval leaves 1 out; {count(env['repeats'], 'repeat')} of both sides in turn, "
         "one process; accounts of the prefill are taken under the profiler, all else without it",
-        "time per output token: the median of the steps after the first, which both sides take in turns",
+        "time per output token: the median of the steps after the first, which both sides take in turns; its ratio: the median "
+        "over neighbouring steps of both",
         f"peak memory is {env['peak_is']}: of the prompt and two tokens, as the time to first token, each side by itself",
         *([f"once the prompt is read, both sides call {env['decode']} there"] if env["decode"] else []),
         *(f"not measured: {text}" for text in found.unmeasured),

@@ -136,7 +136,7 @@ def test_the_knob_is_the_only_difference_and_the_order_changes(tiny: tuple[Path,
 
     def turns(one: Any, sides: Sequence[Any], count: int, later: Any) -> list[Generated]:
         assert [[side.kernels[layer].target.rpartition(":")[2] for layer in (0, 1)] for side in sides] == seen[-2:]
-        return [Generated(first_s=1.0, token_s=0.1, tokens=(1,)) for _ in sides]
+        return [Generated(first_s=1.0, later_s=(0.1,), tokens=(1, 2)) for _ in sides]
 
     monkeypatch.setattr(ab_module, "_alone", alone)
     monkeypatch.setattr(ab_module, "generate_in_turns", turns)
@@ -159,7 +159,7 @@ def test_the_sentence_says_what_moved_what_stayed_and_what_cannot_be_told(
             on = sides[at].kernels[1].target.endswith("math")
             samples[at] = Sample(
                 alone=Alone(first_s=0.5 if on else 1.0, peak=100, prefill={("attention", "global"): 0.2 if on else 0.7}),
-                token_s=0.1 * next(noise),
+                later_s=(0.1 * next(noise),),
                 tokens=(1, 2, 4) if on else (1, 2, 3),
             )
         return samples
@@ -173,6 +173,31 @@ def test_the_sentence_says_what_moved_what_stayed_and_what_cannot_be_told(
     )
     assert "; stayed within 5.00 %: peak memory; cannot tell: time per output token (needs about " in told
     assert (found.tokens.same, found.tokens.first_apart) == (2, 2)
+
+
+@pytest.mark.parametrize("tokens", [12, 13])
+@pytest.mark.parametrize("ratio", [1.0, 1.2])
+def test_the_ratio_of_times_per_token_is_that_of_neighbouring_steps(
+    tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ratio: float, tokens: int
+) -> None:
+    """The host becomes three times as slow in the middle, now before one side's step and now before the other's, and drifts."""
+
+    def repeat(one: Any, sides: Sequence[Any], order: Sequence[int], *_: Any) -> dict[int, Sample]:
+        times: tuple[list[float], list[float]] = ([], [])
+        now, slow_from = 0, tokens + order[0]
+        for number in range(tokens):
+            for at in order if number % 2 == 0 else reversed(order):
+                times[at].append((3.0 if now >= slow_from else 1.0) * 1.01**now * (ratio if at else 1.0))
+                now += 1
+        alone = Alone(first_s=1.0, peak=100, prefill={("attention", "global"): 0.9})
+        return {at: Sample(alone=alone, later_s=tuple(times[at]), tokens=(1,)) for at in order}
+
+    monkeypatch.setattr(ab_module, "_repeat", repeat)
+    found = next(c for c in measured(tiny, repeats=6).changes if c.name == TPOT)
+
+    assert found.ratio.value == pytest.approx(ratio, rel=1e-9)
+    assert found.ruling is (Ruling.STAYED if ratio == 1.0 else Ruling.MOVED)
+    assert abs(found.after / found.before - ratio) > 0.001  # the sides' own medians would have missed it
 
 
 def test_once_the_prompt_is_read_both_sides_may_call_the_same_kernel(tiny: tuple[Path, Path], tmp_path: Path) -> None:
