@@ -147,17 +147,6 @@ def _speed(found: list[Facts], kernel: str) -> str:
     return ""
 
 
-def unjudged(locked: Facts) -> str:
-    """Why the planted FP22 accumulator has no verdict, where the lock has none."""
-    if "triton-fp8-narrow" in locked:
-        return ""
-    return """*Not judged*: `triton-fp8-narrow`. It shows in long contexts alone, which the quick profile does not have and two
-minutes of `oracle fuzz` did not meet, and its default profile takes longer than it was given there; it has declared fewer shapes
-since. On the CPU it is over the bound at 3,072 keys and within it at 64 (tests/test_triton_eight_bit.py).
-
-"""
-
-
 def drift(drifted: Facts) -> str:
     """Which layers carry the drift of a kernel, each swapped alone into the reference: of many, the LAYERS largest by name."""
     lines = []
