@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,11 +40,6 @@ class Generated:
     first_s: float  # from the prompt to the first token, known on the host
     later_s: tuple[float, ...]  # of each later token
     tokens: tuple[int, ...]
-
-    @property
-    def token_s(self) -> float:
-        """Seconds of a later token, their median: a pause of the host is none of the kernel's.  NaN where there is none."""
-        return statistics.median(self.later_s) if self.later_s else math.nan
 
 
 def prompted(checkpoint: Path, texts: Sequence[Path], tokens: int, new_tokens: int, device: str, layers: int | None) -> Prompted:

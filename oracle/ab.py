@@ -154,7 +154,7 @@ def _changes(
     both = (before, after)
     pairs: dict[str, tuple[str, list[list[float]]]] = {TTFT: ("s", [[s.alone.first_s for s in side] for side in both])}
     pairs |= {name: ("s", values) for name, values in _accounts(both).items()}
-    pairs[TPOT] = ("s", [[statistics.median(s.later_s) for s in side] for side in both])
+    pairs[TPOT] = ("s", [[statistics.median(s.later_s) for s in side] for side in both])  # a pause of the host is no kernel's
     unmeasured = []
     if all(s.alone.peak for side in both for s in side):
         pairs[PEAK] = ("bytes", [[float(s.alone.peak or math.nan) for s in side] for side in both])

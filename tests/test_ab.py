@@ -180,14 +180,17 @@ def test_the_sentence_says_what_moved_what_stayed_and_what_cannot_be_told(
 def test_the_ratio_of_times_per_token_is_that_of_neighbouring_steps(
     tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ratio: float, tokens: int
 ) -> None:
-    """The host becomes three times as slow in the middle, now before one side's step and now before the other's, and drifts."""
+    """The host becomes three times as slow in the middle, between the two steps of a pair; it drifts, and pauses once."""
+
+    noise = np.random.default_rng(0)
 
     def repeat(one: Any, sides: Sequence[Any], order: Sequence[int], *_: Any) -> dict[int, Sample]:
         times: tuple[list[float], list[float]] = ([], [])
-        now, slow_from = 0, tokens + order[0]
+        now = 0
         for number in range(tokens):
             for at in order if number % 2 == 0 else reversed(order):
-                times[at].append((3.0 if now >= slow_from else 1.0) * 1.01**now * (ratio if at else 1.0))
+                pace = (3.0 if (number, at) >= (tokens // 2, 1) else 1.0) * 1.01**now * noise.lognormal(0.0, 1e-3)
+                times[at].append(pace * (ratio if at else 1.0) + (50.0 if (number, at) == (2, 1) else 0.0))
                 now += 1
         alone = Alone(first_s=1.0, peak=100, prefill={("attention", "global"): 0.9})
         return {at: Sample(alone=alone, later_s=tuple(times[at]), tokens=(1,)) for at in order}
@@ -195,9 +198,9 @@ def test_the_ratio_of_times_per_token_is_that_of_neighbouring_steps(
     monkeypatch.setattr(ab_module, "_repeat", repeat)
     found = next(c for c in measured(tiny, repeats=6).changes if c.name == TPOT)
 
-    assert found.ratio.value == pytest.approx(ratio, rel=1e-9)
+    assert found.ratio.value == pytest.approx(ratio, rel=1e-3)
     assert found.ruling is (Ruling.STAYED if ratio == 1.0 else Ruling.MOVED)
-    assert abs(found.after / found.before - ratio) > 0.001  # the sides' own medians would have missed it
+    assert abs(found.after / found.before - ratio) > 0.5  # the sides' own medians would have missed it
 
 
 def test_once_the_prompt_is_read_both_sides_may_call_the_same_kernel(tiny: tuple[Path, Path], tmp_path: Path) -> None:
