@@ -20,6 +20,7 @@ from oracle.accept import Asked, accept, listed
 from oracle.cases import Case
 from oracle.checkpoints.configurations import ATTENTIONS, KV_FORMATS, WEIGHTS
 from oracle.contract import OPTIONAL
+from oracle.coverage import OPTIONS
 from oracle.families import FAMILIES
 from oracle.inputs import EXTRA_CLASSES, INPUT_CLASSES, PROMISED_CLASSES
 from oracle.kernels.table import KERNELS
@@ -101,68 +102,47 @@ def reach() -> dict[str, int]:
     """What is measured of the default suite of the emulator -> the largest that a case has: the least of seeds 0, 1 and 2."""
     scope = Scope(record=record_of(Arithmetic()), parameters=frozenset(OPTIONAL))
     suites = [build(scope, profile="default", seed=seed).cases for seed in range(3)]
-    return {
-        name: min(max((size(c) for c in cases if where(c)), default=0) for cases in suites)
-        for name, (size, where) in SIZES.items()
-    }
+    return {name: min(max(map(size, cases)) for cases in suites) for name, size in SIZES.items()}
 
 
 def _keys(case: Case) -> int:
     return max(case.kv_lens)
 
 
-def _windowed(case: Case) -> bool:
-    return max(case.family.window) >= 0
-
-
-def _always(case: Case) -> bool:
-    return True
-
-
-def _keyless(case: Case) -> bool:
-    return 0 in case.kv_lens
-
-
 BEYOND = """A fault that begins beyond these sizes is met by no case.  A kernel that takes another path from some number of query
 rows or keys on says so (`thresholds`), and both sides are judged; what else its callers do belongs into a folder of cases
 (`--cases`).  Of several head dims the smallest and the widest have the longest cases.  In every layout the elements of a head lie
 side by side, and scales have no gaps."""
-SIZES: dict[str, tuple[Callable[[Case], int], Callable[[Case], bool]]] = {
-    "query rows of a sequence": (lambda c: max(c.q_lens), _always),
-    "query rows of a call": (lambda c: c.total_q, _always),
-    "sequences": (lambda c: len(c.q_lens), _always),
-    "sequences where one has more than 8 query rows and one has 1": (
-        lambda c: len(c.q_lens),
-        lambda c: max(c.q_lens) > 8 and 1 in c.q_lens,
+SIZES: dict[str, Callable[[Case], int]] = {  # 0 where a case has nothing of the kind
+    "query rows of a sequence": lambda c: max(c.q_lens),
+    "query rows of a call": lambda c: c.total_q,
+    "sequences": lambda c: len(c.q_lens),
+    "sequences where one has more than 8 query rows and one has 1": lambda c: (
+        len(c.q_lens) if max(c.q_lens) > 8 and 1 in c.q_lens else 0
     ),
-    "sequences of 2 to 8 query rows": (lambda c: sum(2 <= n <= 8 for n in c.q_lens), _always),
-    "sequences that share a prefix": (lambda c: sum(n > 0 for n in c.shared) + 1, lambda c: any(c.shared)),
-    "tokens of a shared prefix": (lambda c: max(c.shared), lambda c: any(c.shared)),
-    "keys": (_keys, _always),
-    "keys beside a window": (_keys, _windowed),
-    "keys beside a softcap": (_keys, lambda c: c.family.softcap > 0),
-    "keys beside sinks": (_keys, lambda c: c.sinks != "none"),
-    "keys beside scales": (_keys, lambda c: c.scales != "none"),
-    "keys of an e4m3 cache": (_keys, lambda c: c.cache_dtype == "e4m3"),
-    "keys in fp16": (_keys, lambda c: c.dtype == "fp16"),
-    "keys on more than one kv head": (_keys, lambda c: c.family.kv_heads > 1),
-    "keys on more than one kv head, without a window": (_keys, lambda c: c.family.kv_heads > 1 and not _windowed(c)),
-    "keys of head dim 128": (_keys, lambda c: c.family.head_dim == 128),
-    "window whose edge lies among the keys": (lambda c: c.family.window[0], lambda c: c.family.window[0] < _keys(c)),
-    "query heads a kv head": (lambda c: c.family.q_heads // c.family.kv_heads, _always),
-    "kv heads": (lambda c: c.family.kv_heads, _always),
-    "query rows of a sequence without keys": (
-        lambda c: max(q for q, k in zip(c.q_lens, c.kv_lens, strict=True) if k == 0),
-        _keyless,
+    "sequences of 2 to 8 query rows": lambda c: sum(2 <= n <= 8 for n in c.q_lens),
+    "sequences that share a prefix": lambda c: sum(n > 0 for n in c.shared) + 1 if any(c.shared) else 0,
+    "tokens of a shared prefix": lambda c: max(c.shared),
+    "keys": _keys,
+    "keys beside a window": lambda c: _keys(c) if OPTIONS["window"](c) else 0,
+    "keys beside a softcap": lambda c: _keys(c) if OPTIONS["softcap"](c) else 0,
+    "keys beside sinks": lambda c: _keys(c) if OPTIONS["sinks"](c) else 0,
+    "keys beside scales": lambda c: _keys(c) if OPTIONS["scales"](c) else 0,
+    "keys of an e4m3 cache": lambda c: _keys(c) if OPTIONS["8-bit cache"](c) else 0,
+    "keys in fp16": lambda c: _keys(c) if c.dtype == "fp16" else 0,
+    "keys on more than one kv head": lambda c: _keys(c) if c.family.kv_heads > 1 else 0,
+    "keys on more than one kv head, without a window": lambda c: (
+        _keys(c) if c.family.kv_heads > 1 and not OPTIONS["window"](c) else 0
     ),
-    "sequences before the first that has keys": (
-        lambda c: next(i for i, k in enumerate(c.kv_lens) if k),
-        lambda c: any(c.kv_lens),
+    "keys of head dim 128": lambda c: _keys(c) if c.family.head_dim == 128 else 0,
+    "window whose edge lies among the keys": lambda c: c.family.window[0] if 0 <= c.family.window[0] < _keys(c) else 0,
+    "query heads a kv head": lambda c: c.family.q_heads // c.family.kv_heads,
+    "kv heads": lambda c: c.family.kv_heads,
+    "query rows of a sequence without keys": lambda c: max(
+        (q for q, k in zip(c.q_lens, c.kv_lens, strict=True) if k == 0), default=0
     ),
-    "sequences after the last that has queries": (
-        lambda c: next(i for i, q in enumerate(reversed(c.q_lens)) if q),
-        lambda c: any(c.q_lens),
-    ),
+    "sequences before the first that has keys": lambda c: next((i for i, k in enumerate(c.kv_lens) if k), 0),
+    "sequences after the last that has queries": lambda c: next((i for i, q in enumerate(reversed(c.q_lens)) if q), 0),
 }
 
 
